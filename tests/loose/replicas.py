@@ -35,7 +35,7 @@ class Replicas:
     def theta(self):
         return [parameters_to_vector(model.parameters()).detach().clone() for model in self.models]
 
-    def put(self, vectors):
+    def set_parameters(self, vectors):
         for model, vector in zip(self.models, vectors, strict=True):
             vector_to_parameters(vector.clone(), model.parameters())
 
@@ -52,9 +52,9 @@ class Replicas:
             total += self.weights[g] * float(loss.detach())
         self.losses.append(total)
 
-    def update(self, together):
+    def update(self, is_joint):
         lr, clip = self.schedule.rate(len(self.losses) - 1), self.config.train.clip
-        if together:
+        if is_joint:
             for parameters in zip(*(model.parameters() for model in self.models), strict=True):
                 mean = self.mean([p.grad for p in parameters])
                 for p in parameters:
@@ -77,18 +77,18 @@ class Replicas:
                     mu = parallel.outer_momentum
                     outer = torch.optim.SGD([anchor], lr=parallel.outer_lr, momentum=mu, nesterov=True)
                 self.gradients(batch)
-                self.update(together=anchor is None)
+                self.update(is_joint=anchor is None)
                 if anchor is None or ((number - parallel.warm) % parallel.local_steps and number < steps):
                     continue
                 if not parallel.overlap:
                     self.average(outer, anchor, self.theta())
-                    self.put([anchor.detach()] * len(self.models))
+                    self.set_parameters([anchor.detach()] * len(self.models))
                     continue
                 theta = self.theta()
                 if before is not None:
                     self.average(outer, anchor, before)
                     theta = [anchor.detach() + now - then for now, then in zip(theta, before, strict=True)]
-                    self.put(theta)
+                    self.set_parameters(theta)
                 before = theta
                 if number == steps:
                     self.average(outer, anchor, theta)

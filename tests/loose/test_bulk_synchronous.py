@@ -33,14 +33,14 @@ def settings(text, *, servers=0, **sections):
     return {name: defaults.get(name, {}) | sections.get(name, {}) for name in defaults | sections}
 
 
-def same(lines, wanted, tolerance=1e-5):
+def assert_equal_metrics(lines, reference, tolerance=1e-5):
     """Check that two runs have the same metrics."""
-    assert [m["step"] for m in lines] == [m["step"] for m in wanted]
-    assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in wanted], rel=tolerance)
-    assert [m["grad_norm"] for m in lines] == pytest.approx([m["grad_norm"] for m in wanted], rel=10 * tolerance)
-    assert [m["lr"] for m in lines] == [m["lr"] for m in wanted]
-    assert [m.get("ids") for m in lines] == [m.get("ids") for m in wanted]
-    losses, expected = ([m["held_out_loss"] for m in metrics if "held_out_loss" in m] for metrics in (lines, wanted))
+    assert [m["step"] for m in lines] == [m["step"] for m in reference]
+    assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in reference], rel=tolerance)
+    assert [m["grad_norm"] for m in lines] == pytest.approx([m["grad_norm"] for m in reference], rel=10 * tolerance)
+    assert [m["lr"] for m in lines] == [m["lr"] for m in reference]
+    assert [m.get("ids") for m in lines] == [m.get("ids") for m in reference]
+    losses, expected = ([m["held_out_loss"] for m in metrics if "held_out_loss" in m] for metrics in (lines, reference))
     assert losses == pytest.approx(expected, rel=tolerance) and len(losses) == len(expected)
 
 
@@ -48,19 +48,19 @@ class AllReduce:
     """Reference runs in mode sync on the first ranks, each trained once, with which servers are compared."""
 
     def __init__(self, world, place):
-        self._world, self._place, self._made = world, place, {}
+        self._world, self._place, self._runs = world, place, {}
 
     def __call__(self, workers, sections):
         name = f"sync {workers} {sorted(sections.items())}".replace("/", "-")
-        if name not in self._made:
+        if name not in self._runs:
             some = self._world.subgroup(range(workers))
-            folder = self._place / f"sync-{len(self._made)}"
+            folder = self._place / f"sync-{len(self._runs)}"
             if some is not None:
                 run(some, folder, **sections)
                 some.free()
             self._world.barrier()
-            self._made[name] = read_metrics(folder)
-        return self._made[name]
+            self._runs[name] = read_metrics(folder)
+        return self._runs[name]
 
 
 @pytest.fixture(scope="module")
@@ -68,19 +68,17 @@ def all_reduce(world, place):
     return AllReduce(world, place)
 
 
-def how_many_serve(world):
+def numbers_of_servers(world):
     """Return the values of parallel.servers that leave at least one worker."""
     return {1: [0], 2: [0, 1], 3: [0, 1, 2]}[world.size]
 
 
 @ALL
-def test_bulk_synchronous_losses_equal_those_of_an_all_reduce(
-    world, place, text, all_reduce
-):
-    for servers in how_many_serve(world):
+def test_bulk_synchronous_losses_equal_those_of_an_all_reduce(world, place, text, all_reduce):
+    for servers in numbers_of_servers(world):
         lines = run(world, place / f"served-{servers}", **settings(text, servers=servers))
         workers = world.size - servers
-        same(lines, all_reduce(workers, settings(text, servers=None)))
+        assert_equal_metrics(lines, all_reduce(workers, settings(text, servers=None)))
         assert "staleness_mean" not in lines[0] and lines[0]["between_nodes_bytes"] == 0
         assert any(m["grad_norm"] > 0.5 for m in lines)  # some were clipped
         assert all(len(m["ids"]) == 7 for m in lines)
@@ -91,7 +89,7 @@ def test_ranks_without_shared_memory_reach_the_same_losses(world, place, text, a
     monkeypatch.setattr(arena, "_shared_window", lambda *_: None)
     for servers in (0, 1):
         lines = run(world, place / f"letters-{servers}", **settings(text, servers=servers))
-        same(lines, all_reduce(world.size - servers, settings(text, servers=None)))
+        assert_equal_metrics(lines, all_reduce(world.size - servers, settings(text, servers=None)))
         shared = read_metrics(place / f"served-{servers}")  # the same sums in the same order
         assert [m["loss"] for m in lines] == [m["loss"] for m in shared]
 
@@ -111,7 +109,7 @@ CASES = {
 def test_bf16_and_momentum_reach_the_losses_of_an_all_reduce(world, place, text, all_reduce, case):
     sections, tolerance = CASES[case]
     lines = run(world, place / case, **settings(text, **sections))
-    same(lines, all_reduce(2, settings(text, servers=None, **sections)), tolerance)
+    assert_equal_metrics(lines, all_reduce(2, settings(text, servers=None, **sections)), tolerance)
 
 
 @pytest.mark.ranks(3)
@@ -144,7 +142,7 @@ def test_checkpoints_can_be_read_in_the_other_mode(world, place, text, all_reduc
     for first, then in (("sync", "server"), ("server", "sync")):
         folder = place / f"{first}-{then}"
         run(world, folder, **settings(text, servers=modes[first], train={"steps": 4}, checkpoint={"every": 4}))
-        same(run(world, folder, **settings(text, servers=modes[then], checkpoint={"every": 4})), whole)
+        assert_equal_metrics(run(world, folder, **settings(text, servers=modes[then], checkpoint={"every": 4})), whole)
     if world.rank == 0:
         tensors = []
         for name in ("sync-server", "server-sync"):
@@ -180,13 +178,11 @@ def test_all_workers_evaluate_with_the_saved_batch_statistics(world, folder):
 
 @ALL
 @pytest.mark.parametrize("letters", [False, True])
-def test_parameters_that_no_worker_used_are_not_updated(
-    world, place, text, letters, monkeypatch
-):
+def test_parameters_that_no_worker_used_are_not_updated(world, place, text, letters, monkeypatch):
     """It is not decayed and its step is not counted, also after a checkpoint of the other mode."""
     if letters:
         monkeypatch.setattr(arena, "_shared_window", lambda *_: None)
-    for servers in how_many_serve(world):
+    for servers in numbers_of_servers(world):
         workers, tensors = world.size - servers, []
         some = world.subgroup(range(workers))
         kinds = {"served": (servers, servers), "sync": (None, None), "mixed": (servers, None)}

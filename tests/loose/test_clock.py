@@ -21,49 +21,49 @@ class Workers:
         self.numbers = list(range(10, 10 + workers))  # not those of their parts
         self.clock = Clock(Applied(workers, done), self.numbers, staleness)
         self.holds: dict[int, Portion] = {}
-        self.given: list[Portion] = []
+        self.assigned: list[Portion] = []
         self.stop_at: int | None = None  # parts given
         self.met: set[int] = set()  # the steps after which a worker was told that there are no more
 
-    def meet(self, limit: int, *, stop_after: int | None = None, dies_after: int | None = None) -> int:
+    def meet(self, limit: int, *, stop_after: int | None = None, fails_after: int | None = None) -> int:
         """Work up to step `limit` and return the step at which the workers meet.
 
         stop_after: the first worker requests a stop when this many more parts were handed out.
-        dies_after: some of several workers die when this many parts were applied.
+        fails_after: some of several workers die when this many parts were applied.
         """
         clock, working = self.clock, set(self.numbers)
-        self.met, self.stop_at = set(), None if stop_after is None else len(self.given) + stop_after
+        self.met, self.stop_at = set(), None if stop_after is None else len(self.assigned) + stop_after
         while working:
             waiting = sorted(working - self.holds.keys())
-            able = [worker for worker in waiting if self._asks(worker, limit, working)] if waiting else []
+            able = [worker for worker in waiting if self._claim(worker, limit, working)] if waiting else []
             assert able or self.holds or not working  # nothing is stuck
             if self.holds and self.chance.random() < 0.6:
                 self._apply(self.chance.choice(sorted(self.holds)))
                 applied = self.clock.applied
                 done = applied.completed * applied.parts + len(applied.beyond)
-                if dies_after is not None and done >= dies_after and len(self.numbers) > 1:
-                    self.bury(self.chance.randrange(1, len(self.numbers)))
-                    clock, working, self.met, dies_after = self.clock, set(self.numbers), set(), None
+                if fails_after is not None and done >= fails_after and len(self.numbers) > 1:
+                    self.remove_workers(self.chance.randrange(1, len(self.numbers)))
+                    clock, working, self.met, fails_after = self.clock, set(self.numbers), set(), None
         assert self.met == {clock.limit}
         return clock.limit
 
-    def bury(self, dead: int) -> None:
+    def remove_workers(self, dead: int) -> None:
         """Continue without `dead` of the workers, from the parts that are known to be applied."""
         applied = self.clock.applied
         for worker in self.chance.sample(self.numbers, dead):
             self.numbers.remove(worker)
         self.holds.clear()  # who is left begins again, too
-        self.given = [portion for portion in self.given if portion in applied]
+        self.assigned = [portion for portion in self.assigned if portion in applied]
         before = Applied(applied.parts, applied.completed, applied.beyond)
         self.clock = Clock(before, self.numbers, self.staleness)
 
-    def _asks(self, worker: int, limit: int, working: set[int]) -> bool:
+    def _claim(self, worker: int, limit: int, working: set[int]) -> bool:
         """Ask for a part; return True if there is one, or if there are no more."""
         if self.chance.random() < 0.3 and self.holds:
             return False  # it is not yet so far
         clock = self.clock
         clock.open(limit)
-        if self.stop_at is not None and len(self.given) >= self.stop_at and worker == self.numbers[0]:
+        if self.stop_at is not None and len(self.assigned) >= self.stop_at and worker == self.numbers[0]:
             clock.stop()  # the others do not know, and ask as before
         portion = clock.claim(worker)
         if portion is None:
@@ -71,12 +71,12 @@ class Workers:
                 working.discard(worker)
                 self.met.add(clock.limit)
             return clock.exhausted
-        assert portion not in self.given and portion.step <= clock.limit
+        assert portion not in self.assigned and portion.step <= clock.limit
         if self.staleness is not None:
             assert portion.step <= clock.applied.completed + 1 + self.staleness
         if self.staleness == 0:
             assert self.numbers[portion.part % len(self.numbers)] == worker
-        self.given.append(portion)
+        self.assigned.append(portion)
         self.holds[worker] = portion
         return True
 
@@ -93,15 +93,13 @@ CHANCE = st.integers(0, 10**6).map(random.Random)  # st.randoms draws mostly zer
 
 @given(CHANCE, st.integers(1, 6), STALENESS, st.integers(0, 7), st.lists(st.integers(1, 5), max_size=3))
 @settings(max_examples=60, deadline=None)
-def test_every_part_is_assigned_once_within_the_staleness_bound(
-    chance, workers, staleness, done, lengths
-):
+def test_every_part_is_assigned_once_within_the_staleness_bound(chance, workers, staleness, done, lengths):
     crowd, limit = Workers(chance, workers, staleness, done), done
     for length in lengths:
         limit += length
         assert crowd.meet(limit) == limit == crowd.clock.applied.completed
     everything = [Portion(step, part) for step in range(done + 1, limit + 1) for part in range(workers)]
-    assert sorted(crowd.given) == everything
+    assert sorted(crowd.assigned) == everything
     assert not crowd.clock.applied.beyond
 
 
@@ -114,16 +112,16 @@ def test_a_stop_finishes_the_steps_in_progress_and_at_least_one(chance, workers,
     stop_after = chance.randrange(0, workers * length)
     last = crowd.meet(first + length, stop_after=stop_after)
     assert first + 1 <= last <= first + length and crowd.clock.applied.completed == last
-    assert sorted(crowd.given) == [Portion(step, part) for step in range(1, last + 1) for part in range(workers)]
+    assert sorted(crowd.assigned) == [Portion(step, part) for step in range(1, last + 1) for part in range(workers)]
 
 
 @given(CHANCE, st.integers(2, 6), STALENESS, st.integers(1, 6))
 @settings(max_examples=60, deadline=None)
 def test_parts_of_dead_workers_are_assigned_to_others(chance, workers, staleness, length):
     crowd = Workers(chance, workers, staleness, 0)
-    assert crowd.meet(length, dies_after=chance.randrange(1, workers * length)) == length
+    assert crowd.meet(length, fails_after=chance.randrange(1, workers * length)) == length
     assert len(crowd.numbers) < workers and crowd.clock.applied.completed == length
-    assert sorted(crowd.given) == [Portion(step, part) for step in range(1, length + 1) for part in range(workers)]
+    assert sorted(crowd.assigned) == [Portion(step, part) for step in range(1, length + 1) for part in range(workers)]
 
 
 def test_a_claim_with_the_old_limit_does_not_undo_a_stop():

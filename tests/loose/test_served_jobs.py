@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support import clean_environment, one_line, train_command
-from test_bulk_synchronous import same, settings
+from test_bulk_synchronous import assert_equal_metrics, settings
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train.jobs import run
 from warm import job, shared
@@ -103,4 +103,4 @@ def test_losses_on_a_device_equal_those_on_the_cpu(world, place: Path, text, dev
             if staleness:
                 assert on_device[-1]["loss"] == pytest.approx(cpu[-1]["loss"], rel=0.05)
             else:
-                same(on_device, cpu)
+                assert_equal_metrics(on_device, cpu)

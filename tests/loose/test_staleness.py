@@ -39,7 +39,7 @@ class Recording:
     """Parts applied by this rank's server, in order: step, number, and the steps completed before."""
     ids: list[int] = field(default_factory=list)
     """Numbers of the samples that the rank trained on."""
-    came: list[tuple[int, int]] = field(default_factory=list)
+    received_buckets: list[tuple[int, int]] = field(default_factory=list)
     """Buckets received for the current part, as in `computed`; also a run's last parameters."""
 
 
@@ -47,17 +47,17 @@ class Recording:
 def recording(monkeypatch):
     """Record this rank's worker and server from now on, and delay both at random, drawn from `.chance`."""
     notes = Recording()
-    came = notes.came
+    received_buckets = notes.received_buckets
     notes.chance = random.Random(0)
     receive, commit, add, apply = ServedWorker._receive, ServedWorker.commit, Applied.add, Server._apply_commits
 
     def received(worker, letter):
         receive(worker, letter)
-        came.append((int(letter.words[2]), int(letter.words[3])))
+        received_buckets.append((int(letter.words[2]), int(letter.words[3])))
 
     def committed(worker, words, unused):
-        notes.computed.append((worker.portion.step, worker.portion.part, list(came)))
-        came.clear()
+        notes.computed.append((worker.portion.step, worker.portion.part, list(received_buckets)))
+        received_buckets.clear()
         commit(worker, words, unused)
 
     def added(applied, portion):
@@ -108,10 +108,10 @@ def sections(text, folder, staleness, servers, **more):
     return {name: defaults.get(name, {}) | more.get(name, {}) for name in defaults | more}
 
 
-def trained(world, notes, settings, seed=0, kind=Uneven):
+def train_and_record(world, notes, settings, seed=0, kind=Uneven):
     """Train while recording to `notes`; return the trainer, its metrics and the recordings of all ranks."""
     notes.chance = random.Random(1000 * seed + world.rank)
-    for record in (notes.computed, notes.applied, notes.ids, notes.came):
+    for record in (notes.computed, notes.applied, notes.ids, notes.received_buckets):
         record.clear()
     world.barrier()
     trainer = kind(settings, world=world)
@@ -122,7 +122,7 @@ def trained(world, notes, settings, seed=0, kind=Uneven):
     return trainer, read_metrics(trainer.folder.path), [Recording(*each) for each in all_notes]
 
 
-def holds(trainer, lines, recorded, workers, servers, staleness):
+def assert_within_bound(trainer, lines, recorded, workers, servers, staleness):
     """Check that every part was computed and applied once, with parameters no older than the bound allows."""
     parts = {(step, part) for step in range(1, STEPS + 1) for part in range(workers)}
     computed = [each for notes in recorded for each in notes.computed]
@@ -138,9 +138,9 @@ def holds(trainer, lines, recorded, workers, servers, staleness):
     assert all(torch.isfinite(torch.tensor([m["loss"], m["grad_norm"]])).all() for m in lines)
     if staleness == "none":
         return
-    for step, _, came in computed:
-        assert {server for server, _ in came} == set(range(servers))
-        assert all(completed >= step - 1 - staleness for _, completed in came)
+    for step, _, received_buckets in computed:
+        assert {server for server, _ in received_buckets} == set(range(servers))
+        assert all(completed >= step - 1 - staleness for _, completed in received_buckets)
     for applied in serving:
         assert all(completed >= step - 1 - staleness for step, _, completed in applied)
     if staleness:
@@ -149,25 +149,25 @@ def holds(trainer, lines, recorded, workers, servers, staleness):
         assert all(0 <= m["staleness_mean"] <= m["staleness_max"] + 1e-9 for m in lines)
 
 
-def bounded(world, text, folder, recording, servers, seeds):
+def check_bound(world, text, folder, recording, servers, seeds):
     workers = world.size - servers
     for staleness in (0, 1, 3, "none"):
         for seed in seeds:
             settings = sections(text, folder / f"{staleness}-{servers}-{seed}", staleness, servers)
-            trainer, lines, recorded = trained(world, recording, settings, seed)
-            holds(trainer, lines, recorded, workers, servers or world.size, staleness)
+            trainer, lines, recorded = train_and_record(world, recording, settings, seed)
+            assert_within_bound(trainer, lines, recorded, workers, servers or world.size, staleness)
 
 
 @pytest.mark.ranks(2, 4)
 def test_no_part_uses_parameters_older_than_the_bound(world, text, folder, recording):
-    bounded(world, text, folder, recording, {2: 0, 4: 1}[world.size], [1])
+    check_bound(world, text, folder, recording, {2: 0, 4: 1}[world.size], [1])
 
 
 @pytest.mark.campaign
 @pytest.mark.ranks(1, 2, 3, 4, 6)
 def test_no_part_uses_parameters_older_than_the_bound_at_one_to_six_workers(world, text, folder, recording):
     for servers in {1: [0], 2: [0, 1], 3: [0], 4: [0], 6: [0, 1]}[world.size]:  # 1, 2 and 1, 3, 4, 6 and 5 workers
-        bounded(world, text, folder, recording, servers, [2, 3])
+        check_bound(world, text, folder, recording, servers, [2, 3])
 
 
 @pytest.mark.campaign
@@ -175,7 +175,7 @@ def test_no_part_uses_parameters_older_than_the_bound_at_one_to_six_workers(worl
 def test_the_bound_holds_without_shared_memory(world, text, folder, recording, monkeypatch):
     monkeypatch.setattr(arena, "_shared_window", lambda *_: None)
     for servers in (0, 1):
-        bounded(world, text, folder, recording, servers, [4])
+        check_bound(world, text, folder, recording, servers, [4])
 
 
 class Sleepy(mt.Trainer):
@@ -200,7 +200,7 @@ def rates(monkeypatch):
     """Record for each update of this rank's server its learning rate, and (lr, weight, staleness) of each part."""
     rates, apply_commits, apply = [], Server._apply_commits, ShareUpdate.apply
 
-    def noted(server):
+    def record_rates(server):
         late = [(c.lr, c.weight, max(0.0, server.progress - c.progress)) for _, c in server._ready]
         if late:
             rates.append(late)
@@ -210,19 +210,17 @@ def rates(monkeypatch):
         rates[-1] = (lr, rates[-1])
         apply(update, buckets, lr, *rest)
 
-    monkeypatch.setattr(Server, "_apply_commits", noted)
+    monkeypatch.setattr(Server, "_apply_commits", record_rates)
     monkeypatch.setattr(ShareUpdate, "apply", applied)
     return rates
 
 
 @pytest.mark.ranks(3)
-def test_staleness_lr_divides_the_learning_rate_of_late_updates(
-    world, text, folder, recording, rates, capsys
-):
+def test_staleness_lr_divides_the_learning_rate_of_late_updates(world, text, folder, recording, rates, capsys):
     plain = {"optim": {"name": "sgd", "lr": 0.1, "weight_decay": 0.0}, "train": {"clip": 0.0}}
     settings = sections(text, folder / "r", "none", 1, **plain)
     settings["parallel"]["staleness_lr"] = True
-    trainer, lines, recorded = trained(world, recording, settings, kind=Sleepy)
+    trainer, lines, recorded = train_and_record(world, recording, settings, kind=Sleepy)
     counts = [len(notes.computed) for notes in recorded]
     # the slow worker gets fewer parts
     assert counts[2] == 0 and counts[0] + counts[1] == 2 * STEPS and counts[0] > counts[1] >= 1

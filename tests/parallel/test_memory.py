@@ -22,13 +22,15 @@ def test_pipeline_gradients_outside_flat_memory_are_counted():
     profile = profile_of(CONFIG, IMAGES, measure=False)
     predictor = Predictor(profile, MachineProfile("m", "s", 4, 1 << 33), 1, 4)
 
-    def apart(rank, **changes):
+    def outside_bytes(rank, **changes):
         layout = ParallelLayout(2, 2, microbatch=4, cut=(2, 2), **changes)
         flow, share = predictor.flow(layout), predictor.held(layout, predictor.places(layout), rank)
         return _gradients_outside_flat(layout, share, flow.shape, rank)
 
     first, last = 64 * 48 + 48, 48 * 10 + 10
-    assert apart(0) == apart(0, schedule="zero-bubble") == 4 * 64 * 48  # the largest, until it is copied
-    assert apart(1) == 4 * 48 * 10
-    assert apart(1, schedule="zero-bubble") == 4 * (last + 48 * 10)
-    assert apart(0, zero=2) == pytest.approx(4 * first, abs=4 * 64)  # padded
+    assert (
+        outside_bytes(0) == outside_bytes(0, schedule="zero-bubble") == 4 * 64 * 48
+    )  # the largest, until it is copied
+    assert outside_bytes(1) == 4 * 48 * 10
+    assert outside_bytes(1, schedule="zero-bubble") == 4 * (last + 48 * 10)
+    assert outside_bytes(0, zero=2) == pytest.approx(4 * first, abs=4 * 64)  # padded

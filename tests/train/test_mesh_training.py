@@ -47,7 +47,7 @@ def settings(text, **parallel):
 
 
 @pytest.fixture(scope="module")
-def wanted(world, place, text):
+def expected(world, place, text):
     """Losses, gradient norms and held-out loss of one process."""
     alone = world.subgroup([0])
     lines = None
@@ -57,11 +57,11 @@ def wanted(world, place, text):
     return world.broadcast_object(lines)
 
 
-def check(lines, wanted, rel=1e-5):
-    wanted = wanted[-len(lines) :]
-    assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in wanted], rel=rel)
-    assert [m["grad_norm"] for m in lines] == pytest.approx([m["grad_norm"] for m in wanted], rel=max(rel, 1e-4))
-    assert lines[-1]["held_out_loss"] == pytest.approx(wanted[-1]["held_out_loss"], rel=rel)
+def assert_equal_metrics(lines, expected, rel=1e-5):
+    expected = expected[-len(lines) :]
+    assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in expected], rel=rel)
+    assert [m["grad_norm"] for m in lines] == pytest.approx([m["grad_norm"] for m in expected], rel=max(rel, 1e-4))
+    assert lines[-1]["held_out_loss"] == pytest.approx(expected[-1]["held_out_loss"], rel=rel)
 
 
 CASES = {
@@ -85,15 +85,15 @@ CASES = {
 
 
 @pytest.mark.ranks(2, 3, 4, 8)
-def test_meshes_train_like_one_process(world, place, text, wanted):
+def test_meshes_train_like_one_process(world, place, text, expected):
     for number, parallel in enumerate(CASES[world.size]):
         lines = run(world, place / f"mesh-{number}", **settings(text, **parallel) | {"checkpoint": {"every": 0}})
         assert len(lines) == STEPS
-        check(lines, wanted)
+        assert_equal_metrics(lines, expected)
 
 
 @pytest.mark.ranks(4)
-def test_checkpoints_can_be_loaded_on_other_meshes(world, place, text, wanted):
+def test_checkpoints_can_be_loaded_on_other_meshes(world, place, text, expected):
     shapes = [{"pipeline": 2, "tensor": 2}, {"pipeline": 4}, {"zero": 2}, {"tensor": 2, "zero": 3}]
     for number, (source, target) in enumerate(zip(shapes, shapes[1:] + shapes[:1], strict=True)):
         first, then = place / f"source-{number}", place / f"target-{number}"
@@ -112,21 +112,21 @@ def test_checkpoints_can_be_loaded_on_other_meshes(world, place, text, wanted):
             alone = world.subgroup([0])
             constant = run(alone, place / "constant", **sections) if alone is not None else None
             constant = world.broadcast_object(constant)
-        check(lines, constant)
+        assert_equal_metrics(lines, constant)
 
 
 @pytest.mark.ranks(2)
-def test_undivided_layers_train_and_are_saved_as_in_one_process(world, place, text, wanted):
+def test_undivided_layers_train_and_are_saved_as_in_one_process(world, place, text, expected):
     whole = ["blocks.0.attention.*", "blocks.[13].mlp.*", "embedding", "head"]
     lines = run(world, place / "whole", **settings(text, tensor=2, whole=whole))
     assert len(lines) == STEPS
-    check(lines, wanted)
-    assert [m["grad_norm"] for m in lines] == pytest.approx([m["grad_norm"] for m in wanted], rel=1e-5)
+    assert_equal_metrics(lines, expected)
+    assert [m["grad_norm"] for m in lines] == pytest.approx([m["grad_norm"] for m in expected], rel=1e-5)
     sections = settings(text)
     sections["checkpoint"]["resume"] = str(place / "whole/checkpoints/step-00000002")
     lines = run(world, place / "whole-read", **sections)
     assert [m["step"] for m in lines] == [3, 4]
-    check(lines, wanted)
+    assert_equal_metrics(lines, expected)
 
 
 @pytest.mark.ranks(2)
@@ -152,10 +152,10 @@ def test_a_job_plans_its_layout_at_the_start(world, place, text, capsys):
 
 
 @pytest.mark.ranks(4)
-def test_sixteen_bit_meshes_learn_like_fp32(world, place, text, wanted):
+def test_sixteen_bit_meshes_learn_like_fp32(world, place, text, expected):
     shape = {"pipeline": 2, "tensor": 2, "precision": "bf16", "zero": 1}
     lines = run(world, place / "bf16", **settings(text, **shape))
-    assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in wanted], rel=0.01)
+    assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in expected], rel=0.01)
 
 
 SLOW = {"factory": "train.odd_models:slow_in_the_middle", "sequence": 16}
@@ -188,7 +188,7 @@ def test_measured_stages_agree_on_all_ranks_and_resume_from_another_cut(world, p
     measured["checkpoint"]["resume"] = str(first)
     lines = run(world, then, **measured)
     assert [m["step"] for m in lines] == [3, 4]
-    check(lines, reference)
+    assert_equal_metrics(lines, reference)
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ def test_perceptrons_are_divided_over_tensor_ranks(world, place, numbers, layers
     reference = run(alone, place / f"mlp-{layers}", **sections()) if alone is not None else None
     reference = world.broadcast_object(reference)
     lines = run(world, place / f"mlp-{layers}-mesh", **sections(tensor=2, pipeline=world.size // 2))
-    check(lines, reference)
+    assert_equal_metrics(lines, reference)
 
 
 @pytest.mark.ranks(4)
@@ -256,6 +256,6 @@ def test_incompatible_settings_are_refused_by_name(world, text, numbers, model, 
 
 
 @pytest.mark.ranks(2)
-def test_zero_3_without_data_parallel_ranks_keeps_the_stages_parameters(world, place, text, wanted):
+def test_zero_3_without_data_parallel_ranks_keeps_the_stages_parameters(world, place, text, expected):
     lines = run(world, place / "own", **settings(text, pipeline=2, zero=3, share_node=False))
-    check(lines, wanted)
+    assert_equal_metrics(lines, expected)

@@ -29,7 +29,7 @@ NAMED = {
     "classes": ["f1", "f1_macro", "f1_micro", "precision", "recall", "per_class", "auroc", "accuracy"],
     "numbers": ["rmse", "r2"],
 }
-OWN = ["train.own_metrics:margin", "train.own_metrics:mean_margin"]
+USER_METRICS = ["train.own_metrics:margin", "train.own_metrics:mean_margin"]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def by_scikit_learn(scores, y, names):
     return figures | {"auroc": sum(areas.values()) / len(areas) if len(names) > 2 else areas[1]}
 
 
-def held(lines):
+def held_out_metrics(lines):
     return {name.removeprefix("held_out_"): value for name, value in lines[-1].items() if name.startswith("held_out_")}
 
 
@@ -90,7 +90,13 @@ def test_metrics_equal_those_of_scikit_learn(world, folder, arrays, task, capsys
     sections = {
         "data": {"path": arrays[task]},
         "model": {"name": "mlp", "layers": 1, "width": 8},
-        "train": {"steps": 6, "batch": 7, "microbatch": 2, "evaluate_samples": 11, "metrics": OWN + NAMED[task]},
+        "train": {
+            "steps": 6,
+            "batch": 7,
+            "microbatch": 2,
+            "evaluate_samples": 11,
+            "metrics": USER_METRICS + NAMED[task],
+        },
         "optim": {"lr": 0.05, "warmup": 0},
         "parallel": {"zero": world.size if world.size < 3 else 3},
     }
@@ -143,19 +149,19 @@ def test_metrics_are_the_same_for_all_layouts(world, place, text, layouts):
     sections = {
         "data": {"path": text},
         "model": GPT | ({"heads": 3, "width": 18} if world.size == 3 else {}),
-        "train": {"steps": 2, "batch": 5, "evaluate_samples": 11, "metrics": OWN},
+        "train": {"steps": 2, "batch": 5, "evaluate_samples": 11, "metrics": USER_METRICS},
         "optim": {"warmup": 0},
         "checkpoint": {"every": 0},
     }
     alone = world.subgroup([0])
-    reference = held(run(alone, place / "alone", **sections)) if alone is not None else None
+    reference = held_out_metrics(run(alone, place / "alone", **sections)) if alone is not None else None
     reference = world.broadcast_object(reference)
     assert set(reference) == {"loss", "perplexity", "token_accuracy", "margin", "mean_margin"}
     assert reference["perplexity"] == pytest.approx(math.exp(reference["loss"]), rel=1e-6)
     for number, parallel in enumerate(layouts[world.size]):
         bulk = {"staleness": 0} if parallel.get("mode") == "server" else {}
         lines = run(world, place / f"layout-{number}", **sections, parallel=parallel | bulk)
-        assert held(lines) == pytest.approx(reference, rel=1e-5), parallel
+        assert held_out_metrics(lines) == pytest.approx(reference, rel=1e-5), parallel
 
 
 @pytest.mark.ranks(2)
@@ -166,7 +172,7 @@ def test_metrics_of_the_model_work_at_the_end_of_a_pipeline(world, folder, array
         "train": {"steps": 3, "batch": 3, "evaluate_samples": 9},
     }
     for pipeline in (1, 2):
-        figures = held(run(world, folder / f"p{pipeline}", **sections, parallel={"pipeline": pipeline}))
+        figures = held_out_metrics(run(world, folder / f"p{pipeline}", **sections, parallel={"pipeline": pipeline}))
         assert set(figures) == {"loss", "accuracy", "off", "largest"}
         assert figures["off"] == pytest.approx(1 - figures["accuracy"], abs=1e-7)
 

@@ -38,9 +38,7 @@ LAYOUTS = [
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("parallel", "options"), LAYOUTS, ids=str)
-def test_a_diverged_run_fails_and_keeps_its_last_good_checkpoint(
-    world, folder, text, parallel, options, capsys
-):
+def test_a_diverged_run_fails_and_keeps_its_last_good_checkpoint(world, folder, text, parallel, options, capsys):
     each = 2 if "pipeline" in parallel else 1  # passes a step
     options = {"first": 6 * each + 1} | options
     runs = [(10, [10, 8, 6]), (10, [10, 8, 6]), (13, [13, 12, 6])]  # from the start, again, and on

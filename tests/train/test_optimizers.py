@@ -193,7 +193,7 @@ def small():
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Embedding(5, 4), torch.nn.Linear(4, 2))
 
 
-def made(module=None, **optim):
+def make(module=None, **optim):
     module = module or small()
     section = Config.from_dict({"optim": optim}).optim
     return make_optimizer(section, module.named_parameters(), ParameterRoles.of(section, module))
@@ -201,13 +201,13 @@ def made(module=None, **optim):
 
 @pytest.mark.parametrize(("no_decay", "decayed"), [("vectors", 3), ("embeddings", 2), ("nothing", 5)])
 def test_no_decay_excludes_parameters_from_weight_decay(no_decay, decayed):
-    groups = made(no_decay=no_decay, weight_decay=0.3).param_groups
+    groups = make(no_decay=no_decay, weight_decay=0.3).param_groups
     assert sum(len(g["params"]) for g in groups if g["weight_decay"] == 0.3) == decayed
     assert sum(len(g["params"]) for g in groups if g["weight_decay"] == 0.0) == 5 - decayed
 
 
 @pytest.mark.parametrize(
-    ("optim", "told"),
+    ("optim", "message"),
     [
         ({"groups": [{"match": "0.wieght", "lr": 1e-3}]}, r"'0.wieght' is the name of no parameter.* are 0.weight,"),
         ({"groups": [{"match": "0.*", "beta": 1}]}, r"match = '0.\*': AdamW has no beta; it has betas"),
@@ -221,7 +221,7 @@ def test_no_decay_excludes_parameters_from_weight_decay(no_decay, decayed):
         ({"name": "muon", "options": {"adjust_lr_fn": "x"}}, r"Muon refuses its options: Adjust learning rate"),
     ],
 )
-def test_invalid_parameter_groups_are_refused_in_one_line(optim, told):
-    with pytest.raises(InputError, match=told) as caught:
-        made(**optim)
+def test_invalid_parameter_groups_are_refused_in_one_line(optim, message):
+    with pytest.raises(InputError, match=message) as caught:
+        make(**optim)
     assert "\n" not in str(caught.value)

@@ -210,14 +210,14 @@ class Recorded:
     """Calls of a model's hooks, in order."""
 
     def __init__(self):
-        self.told = []
+        self.records = []
 
     def __call__(self, name, direction, begin, end):
         assert begin <= end
-        self.told.append((name, direction, begin, end))
+        self.records.append((name, direction, begin, end))
 
     def of(self, direction):
-        return [name for name, of, _, _ in self.told if of == direction]
+        return [name for name, of, _, _ in self.records if of == direction]
 
 
 class Block(torch.nn.Module):
@@ -262,15 +262,17 @@ def test_module_hooks_record_forward_and_backward_without_side_effects(way):
     watched = step()
     hooks.end_of_backward(time.perf_counter())
     hooks.remove()
-    count = len(record.told)
-    assert all(map(torch.equal, plain, watched)) and all(map(torch.equal, plain, step())) and len(record.told) == count
+    count = len(record.records)
+    assert (
+        all(map(torch.equal, plain, watched)) and all(map(torch.equal, plain, step())) and len(record.records) == count
+    )
     order = ["blocks.0", "blocks.1", "blocks.0" if way == "shared" else "blocks.2"]
     assert [n for n in record.of("forward") if n.count(".") == 1 or n == "head"] == [*order, "head"]
     assert [n for n in record.of("backward") if n.count(".") == 1 or n == "head"] == ["head", *order[::-1]]
     inner = ["blocks.1.second", "blocks.1.act", "blocks.1.first"]
     if way != "compiled":
         assert [n for n in record.of("backward") if n.startswith("blocks.1.")] == inner
-    spans = sorted((b, -e) for _, _, b, e in record.told)
+    spans = sorted((b, -e) for _, _, b, e in record.records)
     around = []
     for begin, negative in spans:
         while around and around[-1] <= begin:

@@ -23,12 +23,12 @@ class Pretend:
         self.config = Config.from_dict({"train": {"steps": 10**6}, "checkpoint": {"every": "auto"} | checkpoint})
         self.world = SimpleNamespace(on_root=lambda function: function(), num_nodes=nodes)
         self.store = SimpleNamespace(waited_seconds=0.0, write_seconds=0.0)
-        self.step, self.last_step, self.clock, self.said, self.say = (
+        self.step, self.last_step, self.clock, self.lines, self.say = (
             0,
             False,
             0.0,
             [],
-            lambda text: self.said.append(text),
+            lambda text: self.lines.append(text),
         )
         monkeypatch.setattr(saving.time, "perf_counter", lambda: self.clock)
         self.schedule = SaveSchedule(self.config)
@@ -51,11 +51,11 @@ def test_the_interval_follows_the_measured_times_and_is_printed(monkeypatch):
     assert trainer.until_saved(0.5, 2.1) == 20  # as long as nothing is known
     interval = round(daly(2.1, 1080 * HOUR) / 0.5)
     why = "a save takes 2.1 s, and of 4 nodes one fails every 45 days (Daly 2006)"
-    assert trainer.said == [f"checkpoints every {interval:,} steps: {why}"]
+    assert trainer.lines == [f"checkpoints every {interval:,} steps: {why}"]
     assert trainer.schedule.next_after(20) == 20 + interval and trainer.schedule.next_after(10**9) == 10**9 + 1
-    assert trainer.until_saved(0.5, 2.1) == 20 + interval and len(trainer.said) == 1
+    assert trainer.until_saved(0.5, 2.1) == 20 + interval and len(trainer.lines) == 1
     assert trainer.until_saved(0.25, 2.1) == 20 + 2 * interval  # steps are faster from now on
-    assert trainer.until_saved(0.25, 2.1) == 20 + 4 * interval and len(trainer.said) == 2
+    assert trainer.until_saved(0.25, 2.1) == 20 + 4 * interval and len(trainer.lines) == 2
     trainer.step = 7  # ranks were lost, and it goes on from an earlier step
     trainer.schedule.on_fit_start(trainer)
     assert trainer.until_saved(0.25, 2.1) == 7 + 2 * interval
@@ -77,7 +77,7 @@ def test_background_saves_count_only_the_delay_of_training(monkeypatch):
     trainer.store.write_seconds = 89.5
     trainer.until_saved(1.0, 3.02)
     why = "and this node fails every 60 minutes (Daly 2006)"
-    assert trainer.said == [
+    assert trainer.lines == [
         f"checkpoints every 12 steps: a save holds training up for 0.02 s, {why}",
         f"checkpoints every 90 steps: a save holds training up for 0.02 s and is written in 90 s, {why}",
     ]

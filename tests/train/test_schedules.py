@@ -81,7 +81,7 @@ def test_torch_schedules_give_the_rates_of_torch():
 
 
 @pytest.mark.parametrize(
-    ("optim", "told"),
+    ("optim", "message"),
     [
         ({"schedule": "StepLr"}, r"'StepLr' is not in torch.optim.lr_scheduler; did you mean 'StepLR'"),
         ({"schedule": "StepLR"}, r"StepLR refuses optim.schedule_options: .*step_size"),
@@ -109,8 +109,8 @@ def test_torch_schedules_give_the_rates_of_torch():
         ({"schedule": "cosin"}, r"input should be 'constant', 'linear'"),
     ],
 )
-def test_invalid_schedules_are_refused_in_one_line(optim, told):
-    with pytest.raises(InputError, match=told) as caught:
+def test_invalid_schedules_are_refused_in_one_line(optim, message):
+    with pytest.raises(InputError, match=message) as caught:
         rates(**optim)
     assert "\n" not in str(caught.value)
 

@@ -136,11 +136,11 @@ def test_trainer_methods_can_be_overridden(world, folder, text):
 def test_a_settings_function_is_called_on_rank_0_only(world, folder, text):
     called = []
 
-    def given():
+    def make_settings():
         called.append(world.rank)
         return settings(text, folder / "r", train={"steps": 2})
 
-    trainer = mt.Trainer(given, world=world)
+    trainer = mt.Trainer(make_settings, world=world)
     assert called == [0] * (world.rank == 0)
     assert (trainer.config.train.steps, trainer.config.model.width) == (2, 16)
     assert "steps" in trainer.config.train.model_fields_set  # as if the values themselves had been given
