@@ -23,7 +23,7 @@ from mpitrain.monitor import read_metrics
 
 SERVER = {"mode": "server"}
 REFUSED = [
-    ({"parallel": SERVER | {"servers": 2}}, "parallel.servers 2 leaves no worker of 2 ranks; set it to at most 1"),
+    ({"parallel": SERVER | {"servers": 2}}, "parallel.servers 2 leaves no worker among 2 ranks; set it to at most 1"),
     ({"parallel": {"staleness": 1}}, "parallel.staleness 1 needs parallel.mode server, but the mode is sync"),
     ({"parallel": {"staleness": "none"}}, "parallel.staleness none needs parallel.mode server"),
     ({"parallel": {"servers": 1}}, "parallel.servers 1 needs parallel.mode server"),
@@ -52,7 +52,7 @@ def test_settings_incompatible_with_servers_are_refused_on_all_ranks(world, fold
 
 def test_too_many_servers_give_one_line_and_exit_code_2(tmp_path, forked):
     options = ("--parallel.mode", "server", "--parallel.servers", 1, "--run.dir", tmp_path / "r")
-    one_line(forked.run("train", *options, cwd=tmp_path), "parallel.servers 1 leaves no worker of 1 ranks")
+    one_line(forked.run("train", *options, cwd=tmp_path), "parallel.servers 1 leaves no worker among 1 ranks")
     one_line(forked.run("train", "--parallel.staleness", 2, "--run.dir", tmp_path / "r", cwd=tmp_path), "mode server")
 
 

@@ -68,7 +68,7 @@ def test_one_layout_is_explained(tmp_path, capsys):
         ((*ASKED, "--nodes", "0"), "above 0"),
         ((*ASKED, "--memory", "much"), "--memory = 'MUCH'"),
         ((*ASKED, "--explain", "4x1x1"), "8 ranks"),
-        ((*ASKED, "--explain", "quick"), "no part of a layout"),
+        ((*ASKED, "--explain", "quick"), "not part of a layout"),
         ((*ASKED, "--machine", "cray-1"), "cray-1"),
         ((*ASKED, "--model.widht", "4"), "width"),
         ((*ASKED, "--parallel.mode", "server"), "parallel.mode"),

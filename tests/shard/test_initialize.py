@@ -220,7 +220,7 @@ def test_what_would_train_with_wrong_gradients_is_refused_in_a_line(world):
     with pytest.raises(InputError, match=r"step was called without engine\.backward before it"):
         ours.step()
     for wrong, message in (
-        (ours.module(x), r"shape \[2, 1\]; give its mean"),
+        (ours.module(x), r"shape \[2, 1\]; pass its mean"),
         (1.5, "this is a float"),
         (x[0, 0], "no_grad"),
     ):

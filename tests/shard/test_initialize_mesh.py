@@ -336,16 +336,16 @@ def test_what_cannot_be_is_told_in_one_line(world):
     uneven = lambda params: torch.optim.SGD([{"params": [p]} for p in params], lr=0.1)  # noqa: E731
     head = nn.Sequential(nn.Embedding(8, WIDTH), nn.Linear(WIDTH, 8))
     head.criterion = nn.CrossEntropyLoss()
-    refused(world, "Net does not say where it may be cut; .* an nn.Sequential", begin())
+    refused(world, "Net does not list the blocks at which it can be divided; .* an nn.Sequential", begin())
     refused(world, "Net has no module 'outo'", begin(blocks=[*NAMES[:-1], "outo"]))
     refused(world, r"parameters \['out.*'\] of the model are in none|parameters .* in none", begin(blocks=NAMES[1:-1]))
     refused(world, "Net does not say how it is to be divided; .* tensor_plan", begin(config={"tensor": 2}))
     refused(world, "the optimizer already has a state", begin(used, stepped, blocks=NAMES))
-    refused(world, "parameters that are not the model's", begin(None, strange, blocks=NAMES))
+    refused(world, "parameters that are not in the model", begin(None, strange, blocks=NAMES))
     refused(world, "made 7 groups of parameters on rank 0 and 19 on rank 1", begin(
         None, uneven, {"pipeline": 2, "cut": [2, 4]}, blocks=NAMES))  # fmt: skip
-    refused(world, "returned a list; let it return an optimizer", begin(None, list, blocks=NAMES))
-    refused(world, "stages need a loss, and Net has none", begin(blocks=NAMES, loss=None))
+    refused(world, "returned a list; it must return an optimizer", begin(None, list, blocks=NAMES))
+    refused(world, "pipeline stages need a loss, but Net has none", begin(blocks=NAMES, loss=None))
     refused(world, "parallel.cut time measures blocks", begin(blocks=NAMES, config={"pipeline": 2, "cut": "time"}))
     refused(world, "the model has 6 blocks, but there are 8 stages", begin(
         blocks=NAMES, config={"pipeline": 2, "schedule": "interleaved", "chunks": 4}))  # fmt: skip
@@ -358,7 +358,7 @@ def test_what_cannot_be_is_told_in_one_line(world):
         net(), config=none))  # fmt: skip
     engine = made(optim=ADAMW, pipeline=2)
     coming = microbatches(engine)
-    refused(world, r"engine\(...\) is not for a model in stages.*use engine.train_batch", lambda: engine(*batch(0)))
+    refused(world, r"engine\(...\) does not support a model in pipeline stages.*use engine.train_batch", lambda: engine(*batch(0)))
     refused(world, "come from an iterator, not a list", lambda: engine.train_batch([batch(0)]))
     refused(world, "ended after 5 of the 6 microbatches", lambda: engine.train_batch(itertools.islice(coming, 5)))
     with pytest.raises(StopIteration):

@@ -127,8 +127,8 @@ WRONG = [
     ("qwen3", {"head_dim": None}, "head_dim 128"),
     ("qwen3", {"attention_bias": True}, "attention_bias true"),
     ("qwen3", {"layer_types": ["sliding_attention"] * 4}, 'layer_types ["sliding_attention"'),
-    ("qwen3", {"model_type": "qwen3_moe"}, "model_type 'qwen3_moe' is none of gpt2, llama, mistral, qwen2, qwen3; use"),
-    ("gpt2", {"model_type": "bert"}, "model_type 'bert' is none of gpt2, llama"),
+    ("qwen3", {"model_type": "qwen3_moe"}, "model_type 'qwen3_moe' is not one of gpt2, llama, mistral, qwen2, qwen3; use"),
+    ("gpt2", {"model_type": "bert"}, "model_type 'bert' is not one of gpt2, llama"),
     ("gpt2", {"quantization_config": {}}, "quantization_config"),
 ]
 
@@ -147,7 +147,7 @@ def test_a_preset_gives_way_to_what_is_said_beside_it(saved):
     assert (section.layers, section.kv_heads, section.norm, section.rope_base) == (9, 2, "rmsnorm", 500.0)
     again = Config.from_dict({"model": section.model_dump()}).model
     assert again == section
-    with pytest.raises(InputError, match=r"has layers 4, and model\.layers is 9, as all its keys are given"):
+    with pytest.raises(InputError, match=r"has layers 4, but model\.layers is 9, and all keys of the preset are set"):
         Config.from_dict({"model": section.model_dump() | {"preset": str(saved["llama"])}})
 
 

@@ -225,7 +225,7 @@ def test_perceptrons_are_divided_over_tensor_ranks(world, place, numbers, layers
 @pytest.mark.parametrize(
     ("model", "parallel", "message"),
     [
-        (GPT, {"pipeline": 2, "slices": 17}, "does not give 17 slices"),
+        (GPT, {"pipeline": 2, "slices": 17}, "cannot be divided into 17 slices"),
         (GPT, {"pipeline": 2, "slices": 2, "schedule": "zero-bubble"}, "parallel.schedule to gpipe, 1f1b"),
         (SLOW, {"pipeline": 2, "slices": 2}, "Sequential has none; set parallel.slices to 1"),
         ({"factory": "train.odd_models:looks_ahead", "sequence": 16}, {"pipeline": 2, "slices": 2}, "block 1 .Mixes.*"),
@@ -236,7 +236,7 @@ def test_perceptrons_are_divided_over_tensor_ranks(world, place, numbers, layers
         ),
         (GPT, {"pipeline": 2, "zero": 3, "share_node": False}, "twice for every microbatch"),
         (GPT, {"pipeline": 2, "cut": [4, 3, 1]}, r"parallel.cut \[4, 3, 1\] is for 3 stages, but there are 2 .*give 2"),
-        (GPT, {"pipeline": 2, "cut": [4, 3]}, r"parallel.cut \[4, 3\] gives out 7 blocks, and the model has 8, of"),
+        (GPT, {"pipeline": 2, "cut": [4, 3]}, r"parallel.cut \[4, 3\] lists 7 blocks, but the model has 8, and"),
         (
             GPT,
             {"cut": [8]},
