@@ -358,7 +358,7 @@ def test_what_cannot_be_is_told_in_one_line(world):
         net(), config=none))  # fmt: skip
     engine = made(optim=ADAMW, pipeline=2)
     coming = microbatches(engine)
-    refused(world, r"engine\(...\) does not support a model in pipeline stages.*use engine.train_batch", lambda: engine(*batch(0)))
+    refused(world, r"engine\(...\) does not support a model in pipeline stages.*train_batch", lambda: engine(*batch(0)))
     refused(world, "come from an iterator, not a list", lambda: engine.train_batch([batch(0)]))
     refused(world, "ended after 5 of the 6 microbatches", lambda: engine.train_batch(itertools.islice(coming, 5)))
     with pytest.raises(StopIteration):

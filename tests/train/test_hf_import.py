@@ -127,7 +127,7 @@ WRONG = [
     ("qwen3", {"head_dim": None}, "head_dim 128"),
     ("qwen3", {"attention_bias": True}, "attention_bias true"),
     ("qwen3", {"layer_types": ["sliding_attention"] * 4}, 'layer_types ["sliding_attention"'),
-    ("qwen3", {"model_type": "qwen3_moe"}, "model_type 'qwen3_moe' is not one of gpt2, llama, mistral, qwen2, qwen3; use"),
+    ("qwen3", {"model_type": "qwen3_moe"}, "model_type 'qwen3_moe' is not one of gpt2, llama, mistral, qwen2, qwen3"),
     ("gpt2", {"model_type": "bert"}, "model_type 'bert' is not one of gpt2, llama"),
     ("gpt2", {"quantization_config": {}}, "quantization_config"),
 ]

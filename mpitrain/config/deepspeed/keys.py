@@ -32,8 +32,7 @@ class Keys:
     Attributes:
         converted: Keys that are converted to our settings.
         harmless: Keys that are ignored, whatever their values: they tune DeepSpeed's own machinery, or only report.
-        refused: Keys that are an error unless they are off; None, the default: all other
-            keys.
+        refused: Keys that are an error unless they are off; None, the default: all other keys.
     """
 
     converted: Collection[str]
