@@ -20,7 +20,7 @@ Workers and servers exchange small messages (letters) of a few numbers; the firs
     UNUSED  step, part       parameters unused by the part                               bucket b is ready
     COMMIT  step, part, ...  request to apply the gradients  RECORD   step, loss, ...    a step is complete
     SQUARES step, sum        sum of the shares' squares      FAILED                      this rank's server failed
-    READY                     the worker is ready to meet     ALL_READY                    all workers are ready to meet
+    READY                    the worker is ready to meet     ALL_READY                   all workers are ready to meet
     END                      no more messages will come
 
 Gradients and parameters travel with PUSHED and BUCKET if the ranks share no memory (see `mpitrain.loose.sharding`).

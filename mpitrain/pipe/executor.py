@@ -32,9 +32,8 @@ from mpitrain.pipe.wire import OutputSpec, StageMessages, as_tuple
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Seen = Callable[[Any, Any], None]  # called with an output and its targets
-Half = Callable[
-    [Stage, SavedForward, Sequence[torch.Tensor]], list[torch.Tensor]
-]  # one half of a backward pass, or all of it
+# one half of a backward pass, or all of it
+Half = Callable[[Stage, SavedForward, Sequence[torch.Tensor]], list[torch.Tensor]]
 Watched = Callable[[Step, Callable[[], None]], Callable[[], None]]
 KnownSpecs = dict[int, OutputSpec]  # output spec by stage, for microbatches of the same shapes
 Arriving = tuple[list[torch.Tensor], list[Work]]  # from another rank, or (without works) from this one
