@@ -160,7 +160,7 @@ class ModeServer:
     def _make_server(self, roles: Roles) -> Server:
         groups, flats, update = self._sharding.groups, self._sharding.flats, self._sharding.update
         assert update is not None
-        inbox = {w: ServerShares(groups, 0, [torch.float32]) for w in roles.workers if not flats.sees(w)}
+        inbox = {w: ServerShares(groups, 0, [torch.float32]) for w in roles.workers if not flats.can_access(w)}
         history, bytes_between = History(len(roles.workers), 0), dict.fromkeys(roles.workers, 0)
         clock = Clock(history.applied(), roles.workers, None)
         asynchronous = {"mode": "server", "staleness": "none"}
@@ -172,7 +172,7 @@ class ModeServer:
         self._step += 1
         if self._server is not None:
             while self._server.applied.completed < self._step:
-                self._server.turn()
+                self._server.process_messages()
             self._desk.meet(answered=True)
             return
         weight = 1.0 / self._desk.workers
@@ -186,7 +186,7 @@ class ModeServer:
         """Pull the parameters from the server into `y`."""
         if self._server is not None:
             while self._server.finals < self._desk.workers:
-                self._server.turn()
+                self._server.process_messages()
             self._server.finals = 0
         else:
             self._worker.pull(0, final=True)

@@ -103,7 +103,7 @@ DECAYS: dict[Decay, Callable[[LearningRate, int], float]] = {
 }
 
 
-_MOST = 0.999  # upper limit of a momentum that grows after the cycle
+_MAX_MOMENTUM = 0.999  # upper limit of a momentum that grows after the cycle
 _Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Steps = Annotated[int, Field(ge=0)]
 _SomeSteps = Annotated[int, Field(gt=0)]
@@ -156,7 +156,7 @@ class OneCycle(Section):
         if not self.cycle_momentum:
             return None
         if (since := step - self._steps) >= 0:
-            return min(_MOST, self.cycle_max_mom * (1 + self.decay_mom_rate * self._intervals(since)))
+            return min(_MAX_MOMENTUM, self.cycle_max_mom * (1 + self.decay_mom_rate * self._intervals(since)))
         return self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * self._height(step)
 
     @property

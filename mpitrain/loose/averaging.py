@@ -231,7 +231,7 @@ class Averaging:
         parallel: Settings of parallel.mode local.
         buckets: Compression of each slice's differences; empty for none.
         reproducible: If true, the order of summation is the same for every element of a slice.
-        wrote: Function called after parameters were written, to show them to the group. Collective over the group.
+        on_write: Function called after parameters were written, to show them to the group. Collective over the group.
 
     Attributes:
         outer: Optimizer of the shared parameters.
@@ -248,11 +248,11 @@ class Averaging:
         buckets: Sequence[Bucket] = (),
         *,
         reproducible: bool,
-        wrote: Callable[[], None],
+        on_write: Callable[[], None],
     ) -> None:
         self.slices, self.outer = list(slices), OuterOptimizer(parallel, [s.empty() for s in slices])
         self.ahead: list[torch.Tensor] | None = None
-        self._peers, self._weight, self._wrote = peers, weight, wrote
+        self._peers, self._weight, self._on_write = peers, weight, on_write
         self._buckets: list[Bucket | None] = list(buckets) or [None] * len(self.slices)
         self._overlap, self._reproducible = parallel.overlap, reproducible
         self._anchored = parallel.overlap or bool(buckets) or bool(self.outer.momenta)
@@ -266,7 +266,7 @@ class Averaging:
         if self._anchored and not self._anchors:  # the model has the shared parameters now
             self._anchors = [s.read() for s in self.slices]
         if self.ahead is not None:
-            self._put(self.ahead)
+            self._set_parameters(self.ahead)
             self._start(self.ahead, background=True)
 
     @torch.no_grad()
@@ -287,7 +287,7 @@ class Averaging:
             else:
                 for values in theta:
                     self._sum(values.mul_(self._weight), None, background=False)
-            self._put(theta)
+            self._set_parameters(theta)
             return
         if self.ahead is not None:
             self._finish()
@@ -298,9 +298,9 @@ class Averaging:
             self._start(theta, background=False)
             self._finish()
             self.ahead = None
-        self._put(self._anchors)
+        self._set_parameters(self._anchors)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Discard the state of earlier averages, after other parameters were loaded."""
         self._anchors, self.ahead = [], None
 
@@ -327,11 +327,11 @@ class Averaging:
             self.outer.step(number, anchor, difference)
         self._works, self._differences = [], []
 
-    def _put(self, values: Sequence[torch.Tensor]) -> None:
+    def _set_parameters(self, values: Sequence[torch.Tensor]) -> None:
         """Write the slices into the model, and show them to the group."""
         for part, tensor in zip(self.slices, values, strict=True):
             part.write(tensor)
-        self._wrote()
+        self._on_write()
 
     def nbytes(self) -> int:
         """Return the bytes of the state kept between rounds."""

@@ -129,10 +129,10 @@ class Server:
             while not self._end:
                 if limit and self.finals == workers and (self._clock is None or self._workers_ready == workers):
                     break
-                self.turn()
+                self.process_messages()
         self._records.clear()
 
-    def turn(self) -> None:
+    def process_messages(self) -> None:
         """Wait briefly for messages, and handle those that have arrived."""
         letter = self._questions.take(_RECEIVING if self._receiving else _IDLE)
         while letter is not None:
@@ -179,7 +179,7 @@ class Server:
         """Give a worker the parameters of a bucket."""
         values = self._update.published.bucket(bucket)
         words = [LetterKind.BUCKET, bucket, self._share, self.applied.completed, self.progress]
-        if self._flats.sees(worker):
+        if self._flats.can_access(worker):
             self._flats.parameter_share(worker, bucket, self._share).copy_(values)
             self._answers.post(worker, words)
         else:
@@ -305,7 +305,7 @@ class Server:
             )
 
     def _gradients(self, worker: int, bucket: int) -> torch.Tensor:
-        if self._flats.sees(worker):
+        if self._flats.can_access(worker):
             return self._flats.gradient_share(worker, bucket, self._share)
         return self.inbox[worker].bucket(bucket)
 
@@ -434,7 +434,7 @@ class ServedWorker:
         self.records: deque[StepRecord] = deque()
         self.portion = Portion(0, 0)
         self.on_arrival: Callable[[int], object] = lambda bucket: None
-        self._sees = {server: flats.sees(server) for server in roles.servers}
+        self._can_access = {server: flats.can_access(server) for server in roles.servers}
         self._answer: Letter | None = None  # answer to a claim
         self._all_ready = False  # whether all workers are ready to meet
         self._receiving: list[tuple[Messages, int]] = []  # arriving parameters, and their bucket
@@ -481,7 +481,7 @@ class ServedWorker:
         """Make a bucket's gradients, which are in this rank's memory, available to the servers."""
         words = [LetterKind.PUSHED, self.portion.step, self.portion.part, bucket]
         for share, server in enumerate(self._roles.servers):
-            if not self._sees[server]:
+            if not self._can_access[server]:
                 self._questions.post(server, words, self._flats.gradient_share(self._questions.rank, bucket, share))
             elif self._bulk:  # otherwise the server reads them there after the commit
                 self._questions.post(server, words)

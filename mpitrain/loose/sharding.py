@@ -77,7 +77,7 @@ class SharedFlats:
         self.buckets = numbered(groups)
         self.parameters, self.gradients = ([world.arena(g.layout.numel, g.dtype) for g in groups] for _ in range(2))
 
-    def sees(self, rank: int) -> bool:
+    def can_access(self, rank: int) -> bool:
         """Return True if this rank can access the memory of `rank`, which may be this rank itself."""
         other = self._world.world_ranks[rank]
         return rank == self._world.rank or all(other in arena.segments for arena in (*self.parameters, *self.gradients))

@@ -22,7 +22,7 @@ class Flats:
     def __init__(self, buckets, gradients):
         self.buckets, self._gradients = buckets, gradients
 
-    def sees(self, rank):
+    def can_access(self, rank):
         return True
 
     def gradient_share(self, worker, bucket, share):

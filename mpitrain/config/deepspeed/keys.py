@@ -141,7 +141,7 @@ INSTEAD = {
 
 
 _NEAR = 0.8  # least similarity of a misspelled key and the one that is meant
-_MOST_COMPARED, _LONGEST = 1000, 100  # keys of a section, and characters of a key, that are compared with valid keys
+_MAX_COMPARED, _LONGEST = 1000, 100  # keys of a section, and characters of a key, that are compared with valid keys
 
 
 def is_off(value: Any) -> bool:
@@ -243,7 +243,7 @@ class Findings:
         for number, key in enumerate(section):
             if key in converted:
                 continue
-            comparable = number < _MOST_COMPARED and key not in known
+            comparable = number < _MAX_COMPARED and key not in known
             off = is_off(section[key]) or section[key] == ONE_IS_OFF.get(key)
             unknown = refused is not None and key not in refused  # DeepSpeed ignores it, too
             meant = difflib.get_close_matches(key[:_LONGEST], known, n=1, cutoff=_NEAR) if comparable else []

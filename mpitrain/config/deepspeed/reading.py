@@ -370,8 +370,8 @@ _KNOWN = {
     "lamb": {"betas", "eps", "bias_correction", "min_coeff", "max_coeff"},
 }
 _LAMB = {"eps": 1e-8, "min_coeff": 0.01, "max_coeff": 10.0}  # DeepSpeed's defaults that differ from ours
-_OURS = {"lion": "Lion", "muon": "Muon", "lamb": "lamb"}
-_ADAMS_OWN = {"adam_w_mode", "bias_correction"}
+_OUR_NAMES = {"lion": "Lion", "muon": "Muon", "lamb": "lamb"}
+_ADAM_OPTIONS = {"adam_w_mode", "bias_correction"}
 # options that change how DeepSpeed computes, but not the result
 _HARMLESS = {"torch_adam", "set_grad_none", "fp32_optimizer_states", "legacy_fusion", "capturable"}
 _COMPRESSED = (
@@ -411,14 +411,14 @@ def _optimizer(section: Mapping[str, Any], params: Mapping[str, Any], findings: 
     rates = {"lr": findings.number("optimizer.params.lr", params["lr"])} if "lr" in params else {}
     options = {key: value for key, value in params.items() if key not in ("lr", "weight_decay")}
     if kind in _KNOWN:
-        taken = _KNOWN[kind] | (_ADAMS_OWN if kind in _ADAM else set())
+        taken = _KNOWN[kind] | (_ADAM_OPTIONS if kind in _ADAM else set())
         findings.check_section(options, "optimizer.params", Keys({*taken, "lr", "weight_decay"}, _HARMLESS))
         options = {key: value for key, value in options.items() if key in taken}
     if kind in _ADAM:
         name, options = _adam(kind, options, findings)
     elif kind == "lamb":
         options = _lamb(options, findings)
-    return {"name": _OURS.get(kind, name), "weight_decay": decay, "options": options, **rates}
+    return {"name": _OUR_NAMES.get(kind, name), "weight_decay": decay, "options": options, **rates}
 
 
 def _adam(kind: str, options: dict[str, Any], findings: Findings) -> tuple[str, dict[str, Any]]:

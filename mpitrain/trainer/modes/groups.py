@@ -162,7 +162,9 @@ class LocalEngine(Engine):
                 buckets.append(compression.bucket(str(n), [(at, tuple(p.shape)) for at, p in whole]))
         # copies of a parameter on several stages or tensor ranks must stay equal
         exact, weight, peers = self.cut, grouping.weight, self._peers
-        self.averaging = Averaging(slices, peers, weight, parallel, buckets, reproducible=exact, wrote=self._wrote)
+        self.averaging = Averaging(
+            slices, peers, weight, parallel, buckets, reproducible=exact, on_write=self._publish_averages
+        )
 
     def _require_equal_division(self, division: Division) -> int:
         """Check that all groups divide the model equally, and return this rank's place in its group. Collective.
@@ -197,7 +199,7 @@ class LocalEngine(Engine):
                 if begin < end:
                     yield p, first + begin - at, first + end - at, place + begin - lo
 
-    def _wrote(self) -> None:
+    def _publish_averages(self) -> None:
         """Round the averaged values into the parameters, and make them visible in the group."""
         with torch.no_grad():
             for flat_parameter in self.sharding.flat_parameters:
@@ -305,7 +307,7 @@ class LocalEngine(Engine):
 
     def parts_to_load(self, manifest: Manifest) -> list[Part]:
         averaging, grouping = self.averaging, self.grouping
-        averaging.forget()
+        averaging.reset()
         saved = manifest.values.get("local") or {}
         same_groups = self._is_same_grouping(manifest)
         prefix = self._prefix if same_groups and grouping.number else ""

@@ -250,7 +250,7 @@ class Session:
         share, update = sharding.share, sharding.update
         assert share is not None and update is not None
         kinds = [g.dtype for g in sharding.groups]
-        inbox = {w: ServerShares(sharding.groups, share, kinds) for w in roles.workers if not flats.sees(w)}
+        inbox = {w: ServerShares(sharding.groups, share, kinds) for w in roles.workers if not flats.can_access(w)}
         self.engine.inbox = inbox
         staleness = None if self._staleness == "none" else self._staleness
         clock = Clock(history.applied(), roles.workers, staleness) if world.rank == roles.servers[0] else None
