@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from mpitrain.backend.base import GroupError, translation
 from mpitrain.comm import Communicator
-from mpitrain.comm.memory.device import current_stream, is_accelerator, recorded
+from mpitrain.comm.memory.device import current_stream, is_accelerator, record_event
 from mpitrain.comm.runtime.work import Messages, Order, Queued, Streams, Worker
 from mpitrain.errors import MpitrainError
 
@@ -274,7 +274,7 @@ class MessageWork(GroupWork):
                 self._work.wait()  # returns at once, and orders this thread's stream, which copies the data, after it
                 if self._land is not None:
                     self._land()
-                self._landed = {device: recorded(device) for device in devices_of(self.outputs)}
+                self._landed = {device: record_event(device) for device in devices_of(self.outputs)}
                 self._complete = True
                 self._in_flight.discard(self)
         return self._complete

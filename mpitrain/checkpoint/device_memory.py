@@ -41,7 +41,7 @@ def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, mem
     raws = [t.detach().view(torch.uint8) for t in tensors]
     device = raws[0].device
     stream = devices.new_stream(device)
-    stream.wait_event(devices.recorded(device))
+    stream.wait_event(devices.record_event(device))
     free = [devices.pinned((_BUFFER,), torch.uint8, device) for _ in range(min(_BUFFERS, len(loads)))]
     coming: deque[tuple[list[_Stretch], torch.Tensor, torch.Event]] = deque()
     waiting = iter(loads)
@@ -51,7 +51,7 @@ def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, mem
             with stream:
                 for number, first, last, at in load:
                     buffer[at : at + last - first].copy_(raws[number][first:last], non_blocking=True)
-            coming.append((load, buffer, devices.recorded(device, stream)))
+            coming.append((load, buffer, devices.record_event(device, stream)))
         if not coming:
             return
         load, buffer, copied = coming.popleft()
@@ -84,7 +84,7 @@ class Arrivals:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, devices.new_stream(device)
-        self.stream.wait_event(devices.recorded(device))
+        self.stream.wait_event(devices.record_event(device))
 
 
 class DeviceBytes:
@@ -138,4 +138,4 @@ def read_buffers(nbytes: int, arrivals: Arrivals) -> Iterator[np.ndarray]:
         if len(left) == len(memory):
             left.popleft().synchronize()
         yield buffer
-        left.append(devices.recorded(arrivals.device, arrivals.stream))
+        left.append(devices.record_event(arrivals.device, arrivals.stream))

@@ -425,9 +425,9 @@ class Snapshot:
             copies.append(replace(part, data=into))
             begin = -(-end // _ALIGNMENT) * _ALIGNMENT
         if away:
-            from mpitrain.comm.memory.device import recorded
+            from mpitrain.comm.memory.device import record_event
 
-            recorded(away[0].device).synchronize()
+            record_event(away[0].device).synchronize()
         return copies
 
     def _make_room(self, nbytes: int, away: Sequence[torch.Tensor]) -> None:

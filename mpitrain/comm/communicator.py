@@ -24,10 +24,10 @@ import numpy as np
 import torch
 
 from mpitrain.comm.algorithms.shared import alternating_all_gather, node_copy
-from mpitrain.comm.collectives.binding import Binder, Invocation, syncs
+from mpitrain.comm.collectives.binding import Binder, Invocation, sync_calls
 from mpitrain.comm.collectives.dispatch import Dispatcher, ProcessServices
 from mpitrain.comm.collectives.moving import all_gather, all_to_all, broadcast, gather, scatter
-from mpitrain.comm.collectives.reducing import ALL_REDUCE, Deferred, all_reduce, reduce, reduce_scatter
+from mpitrain.comm.collectives.reducing import ALL_REDUCE, DeferredReductions, all_reduce, reduce, reduce_scatter
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology, ranks_in
 from mpitrain.comm.job.traffic import Moved, clock
@@ -55,7 +55,7 @@ class Communicator(PointToPoint):
 
     def __init__(self, comm: MPI.Intracomm, topology: Topology, process: ProcessServices, label: str) -> None:
         super().__init__(comm, topology, process, label)
-        self._deferred = Deferred(self)
+        self._deferred = DeferredReductions(self)
 
     # -- collectives, see mpitrain.comm.collectives
 
@@ -253,7 +253,7 @@ class Communicator(PointToPoint):
         collective calls are impossible, and only this process's own resources are released.
         """
         if not self._freed:
-            self._deferred.free(together=self.process.may_release(self._comm))
+            self._deferred.free(collective=self.process.may_release(self._comm))
             self._free()
             self.process.watchdog.forget(self._message_record)
 
@@ -355,7 +355,9 @@ class Alternating:
         self.slots = [[m[turn * capacity : (turn + 1) * capacity] for m in memories] for turn in (0, 1)]
         self.turn = 0
         self._comm, self._arena, self._key = comm, arena, ("alternating", arena.name)
-        self._meeting = Invocation("alternating all_gather", self._bind, key=self._key, alike=capacity, counts=False)
+        self._meeting = Invocation(
+            "alternating all_gather", self._bind, key=self._key, compared_values=capacity, counts=False
+        )
 
     def meet(self, taken: int = 0) -> None:
         """Wait until every rank has filled its slot of this turn, and begin the next turn. Collective.
@@ -374,7 +376,7 @@ class Alternating:
             self._comm.dispatch(self._meeting)
         self.turn ^= 1
         if begin:
-            self._comm.entered(self._meeting.name, Moved("alternating", taken), begin)
+            self._comm.record_operation(self._meeting.name, Moved("alternating", taken), begin)
 
     def free(self) -> None:
         """Free the memory. Tensors over it must not be used afterwards. Collective."""
@@ -385,7 +387,7 @@ class Alternating:
         program, start = binder.program(_ALTERNATING, binder.setting(self._arena.tensor)), self._arena.start
         nothing_moves = Layout(torch.uint8, [0] * (program.chunks + 1), start, start)  # callers fill and read slots
         bind = partial(binder.compile, program, nothing_moves, arena=self._arena)
-        return binder.bound(self._key, bind, self._arena.tensor)
+        return binder.bind_cached(self._key, bind, self._arena.tensor)
 
 
 class NodeCopy:
@@ -415,7 +417,7 @@ class NodeCopy:
         if binder.proofs is not None:
             binder.proofs.require(program)
         nothing_moves = Layout(arena.tensor.dtype, [0] * (program.chunks + 1), 0, 0)  # callers write and read
-        plan = Plan(program, node, nothing_moves, None, node.Barrier, syncs(arena))
+        plan = Plan(program, node, nothing_moves, None, node.Barrier, sync_calls(arena))
         self._publish = plan.bind(nothing_moves)
 
     def publish(self) -> None:
@@ -424,7 +426,9 @@ class NodeCopy:
         self._publish()
         if begin:
             self._published += 1
-            self._comm.entered("node copy", Moved("node"), begin, f"node copy {self._arena.name}", self._published)
+            self._comm.record_operation(
+                "node copy", Moved("node"), begin, f"node copy {self._arena.name}", self._published
+            )
 
     def free(self) -> None:
         """Free the memory. Tensors over it must not be used afterwards. Collective."""

@@ -30,7 +30,7 @@ from mpitrain.comm.collectives.dispatch import OwnedCommunicators, ProcessServic
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Member, Topology
 from mpitrain.comm.job.traffic import Moved, Note, Record, clock
-from mpitrain.comm.memory.buffers import as_tensor, in_messages
+from mpitrain.comm.memory.buffers import as_tensor, message_buffers
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.comm.runtime.agreement import seen
 from mpitrain.comm.runtime.work import Messages, MessageWait, Work, poll
@@ -190,7 +190,7 @@ class Mailbox(Member):
         try:
             requests = [self._comm.Isend(content, dest, _LETTERS)]
             if tensor is not None:
-                requests += [self._comm.Isend(spec, dest, tag) for spec in in_messages(tensor)]
+                requests += [self._comm.Isend(spec, dest, tag) for spec in message_buffers(tensor)]
         except MPI.Exception as error:
             raise self._failed(f"post to rank {dest}", error) from error
         posted = Posted(self, dest, requests, (content, tensor))
@@ -334,7 +334,7 @@ class Mailbox(Member):
 
     def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> list[MPI.Request]:
         try:
-            return [self._comm.Irecv(spec, source, tag) for spec in in_messages(tensor)]
+            return [self._comm.Irecv(spec, source, tag) for spec in message_buffers(tensor)]
         except MPI.Exception as error:
             raise self._failed(f"receive from rank {source}", error) from error
 

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from mpitrain.comm.collectives.dispatch import Dispatcher, ProcessServices, check_rank
-from mpitrain.comm.collectives.transports.choice import takes_addresses
+from mpitrain.comm.collectives.transports.choice import accepts_addresses
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology
 from mpitrain.comm.job.traffic import Moved, Note, clock
-from mpitrain.comm.memory.buffers import as_tensor, in_messages
-from mpitrain.comm.memory.device import current_stream, pinned, recorded
+from mpitrain.comm.memory.buffers import as_tensor, message_buffers
+from mpitrain.comm.memory.device import current_stream, pinned, record_event
 from mpitrain.comm.runtime.work import Messages, MessageWait
 from mpitrain.errors import InputError
 
@@ -34,7 +34,7 @@ class PointToPoint(Dispatcher):
     def __init__(self, comm: MPI.Intracomm, topology: Topology, process: ProcessServices, label: str) -> None:
         super().__init__(comm, topology, process, label)
         self._message_record = process.watchdog.record(f"{label} (messages)")
-        self._messages = self._owned.keep(comm.Dup())
+        self._messages = self._owned_comms.keep(comm.Dup())
         self._sent = 0  # messages
 
     def send(self, x: Any, dest: int, tag: int = 0) -> None:
@@ -82,7 +82,7 @@ class PointToPoint(Dispatcher):
         data_tag = _data_tags()[self._sent % _TAGS]
         header = np.array([tensor.nbytes, data_tag])
         requests = [self._messages.Isend(header, dest, _checked(tag))]
-        requests += [self._messages.Isend(spec, dest, data_tag) for spec in in_messages(tensor)]
+        requests += [self._messages.Isend(spec, dest, data_tag) for spec in message_buffers(tensor)]
         note = self._noted("send", dest, tag, tensor.nbytes, begin) if begin else None
         wait = MessageWait(self._message_record, (self.world_ranks[dest],), self.process.progress, note)
         return Messages(f"send to rank {dest}", tensor, requests, wait)
@@ -146,13 +146,13 @@ class PointToPoint(Dispatcher):
         near = tensor
         if not self._takes_addresses(device):
             near = pinned(tensor.shape, tensor.dtype, device).copy_(tensor.detach(), non_blocking=True)
-        recorded(device).synchronize()
+        record_event(device).synchronize()
         return near
 
     def _landing(self, tensor: torch.Tensor, device: torch.device | None) -> Landing:
         if device is None:
             return Landing(tensor, tensor, None)
-        asked = recorded(device)
+        asked = record_event(device)
         if self._takes_addresses(device):
             asked.synchronize()
             return Landing(tensor, tensor, None)
@@ -161,7 +161,7 @@ class PointToPoint(Dispatcher):
     def _takes_addresses(self, device: torch.device) -> bool:
         memory = self.process.device_memory
         if memory.mpi_reads is None:
-            memory.mpi_reads = takes_addresses(device.type)
+            memory.mpi_reads = accepts_addresses(device.type)
         return memory.way in ("auto", "mpi") and memory.mpi_reads
 
 
@@ -242,7 +242,7 @@ class ReceiveWork(Messages):
             # receive the data anyway and discard them, because their sender may wait for that
             place = torch.empty(nbytes, dtype=torch.uint8)
             self._landing = Landing(place, place, None)
-        return [self._comm.Irecv(spec, rank, data_tag) for spec in in_messages(place)]
+        return [self._comm.Irecv(spec, rank, data_tag) for spec in message_buffers(place)]
 
     def _end(self) -> None:
         self._progress.receives.discard(self)

@@ -65,7 +65,7 @@ def on_device(batches: Iterable[T], to: torch.device, ahead: int = 2) -> Iterato
                 break
             with stream:
                 there = mapped(lambda t: t.to(to, non_blocking=True), host)
-            copied = device.recorded(to, stream)
+            copied = device.record_event(to, stream)
             coming.append((there, copied))
             copying.append((host, copied))
         if not coming:

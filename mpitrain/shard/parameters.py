@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from mpitrain.comm import Arena, Communicator, Work
 from mpitrain.comm.communicator import NodeCopy
-from mpitrain.comm.memory.device import current_stream, is_accelerator, pinned, recorded
+from mpitrain.comm.memory.device import current_stream, is_accelerator, pinned, record_event
 from mpitrain.shard.flat import FlatGroup
 from mpitrain.shard.offload import HOST, MappedFiles
 
@@ -436,7 +436,7 @@ class ShardedParameters(Parameters):
             self._drop_values(unit)
             unit.ready = False
         for g, buffer in unit.buffers.items():
-            self._pool[g].append((buffer, recorded(buffer.device) if is_accelerator(buffer.device) else None))
+            self._pool[g].append((buffer, record_event(buffer.device) if is_accelerator(buffer.device) else None))
         unit.buffers = {}
 
     # -- the passes

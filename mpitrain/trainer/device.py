@@ -123,7 +123,7 @@ def _copied(tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
     copy_stream, compute_stream = device.new_stream(to), device.current_stream(to)
     with copy_stream:
         copy = tensor.to(to, non_blocking=True)
-    device.recorded(to, copy_stream).synchronize()  # so that later uses need not wait for the copy
+    device.record_event(to, copy_stream).synchronize()  # so that later uses need not wait for the copy
     copy.record_stream(compute_stream)
     return copy
 

@@ -150,7 +150,7 @@ def _assert_fell_back(done: subprocess.CompletedProcess[str], kinds: list[str], 
     assert done.returncode == 0, (what, done.stderr)
     assert done.stdout.split() == ["kinds", *kinds], what
     assert done.stderr.count("UserWarning") == 1
-    assert re.search(r"/dev/shm has \d+ MiB free, \d+ MiB are wanted", done.stderr)
+    assert re.search(r"/dev/shm has \d+ MiB free, but the ranks of this node need \d+ MiB", done.stderr)
     assert "mount -o remount,size=50% /dev/shm" in done.stderr
 
 

@@ -74,8 +74,8 @@ def _bind_broadcast(binder: Binder, x: Tensor, root: int, algorithm: str) -> Com
         return Compiled(calls, moved=moved_by_library(binder.topology, "broadcast", x.nbytes, root))
     program = binder.program(chosen, setting)
     arena, neighbours = binder.require_reach(x, selection.BROADCAST, name) if chosen.reach else (None, None)
-    said = BROADCAST.said(binder, x, root, name, place=binder.place(x))
-    return binder.compile(program, binder.in_place(program, x, neighbours), None, arena, said=said)
+    description = BROADCAST.describe(binder, x, root, name, place=binder.place(x))
+    return binder.compile(program, binder.in_place(program, x, neighbours), None, arena, description=description)
 
 
 BROADCAST = CollectiveOperation(
@@ -83,7 +83,7 @@ BROADCAST = CollectiveOperation(
     _bind_broadcast,
     parameters=("root", "algorithm"),
     by_rank=(False,),
-    together=False,
+    synchronizes=False,
     placed=lambda rank, x, root, algorithm: selection.BROADCAST.placed(algorithm, x),
 )
 
@@ -166,8 +166,8 @@ def _bind_all_gather(binder: Binder, out: Tensor, x: Tensor, algorithm: str, cou
         find = binder.peers(read, arena)
         layout = replace(layout, peers=lambda r: find(r) - before(r))
     where = binder.place(read) + " in place" * (read is out and arena is not None)
-    said = ALL_GATHER.said(binder, out, x, name, counts, place=where)
-    inner = binder.compile(program, layout, None, arena, said=said)
+    description = ALL_GATHER.describe(binder, out, x, name, counts, place=where)
+    inner = binder.compile(program, layout, None, arena, description=description)
     return Compiled([*place, inner], [inner])
 
 
@@ -180,20 +180,20 @@ ALL_GATHER = CollectiveOperation(
 )
 
 
-def _library_all_gather(binder: Binder, out: Tensor, blocks: Sequence[int], own: Any) -> Call:
+def _library_all_gather(binder: Binder, out: Tensor, blocks: Sequence[int], send: Any) -> Call:
     """Return the call of MPI's all-gather.
 
     Args:
         binder: Binder of the ranks.
         out: All blocks.
         blocks: Number of elements of each rank's block.
-        own: This rank's block, or MPI.IN_PLACE if it is already in `out`. The MPI standard wants IN_PLACE on all ranks
-            or on none. Here it only saves a copy on one rank, and libraries accept a mixture.
+        send: This rank's block, or MPI.IN_PLACE if it is already in `out`. The MPI standard requires IN_PLACE on all
+            ranks or on none. Here it only saves a copy on one rank, and libraries accept a mixture.
     """
     comm, item = binder.comm, out.element_size()
     if min(blocks) == max(blocks):
-        return partial(comm.Allgather, own, even_blocks(out.data_ptr(), blocks[0], comm.size, item))
-    return partial(comm.Allgatherv, own, uneven_blocks(out.data_ptr(), blocks, item))
+        return partial(comm.Allgather, send, even_blocks(out.data_ptr(), blocks[0], comm.size, item))
+    return partial(comm.Allgatherv, send, uneven_blocks(out.data_ptr(), blocks, item))
 
 
 _GATHER = Algorithm(lambda s: direct_gather(s.size, s.root, s.nodes))
@@ -282,7 +282,7 @@ GATHER, SCATTER = (
         partial(_bind_rooted, name == "gather"),
         parameters=("root",),
         by_rank=(False, True),
-        together=False,
+        synchronizes=False,
     )
     for name in ("gather", "scatter")
 )
@@ -322,10 +322,10 @@ def all_to_all(
     if ready is not None and even and not async_op and x.is_contiguous() and out.is_contiguous():
         ready(x)
         return None
-    return comm.begin(partial(_checked_all_to_all, comm, in_counts, out_counts), async_op, (x, out), (False, True))
+    return comm.begin(partial(_check_all_to_all, comm, in_counts, out_counts), async_op, (x, out), (False, True))
 
 
-def _checked_all_to_all(
+def _check_all_to_all(
     comm: Dispatcher, in_counts: Sequence[int] | None, out_counts: Sequence[int] | None, x: Tensor, out: Tensor
 ) -> Invocation:
     received = block_sizes(comm, "all_to_all", None, out, out_counts, "x", "out")
@@ -336,16 +336,16 @@ def _checked_all_to_all(
         if out.numel() != x.numel():
             problem = f"x has {x.numel()} elements, out {out.numel()}; make them equal or give counts"
             raise InputError(f"all_to_all: {problem}")
-        return ALL_TO_ALL.on((x, out), (False, True), alike=True)
-    bind = partial(_uneven, comm.probe, received=received, sent=sent)
-    return Invocation("all_to_all", bind, (x, out), (False, True), alike=False, uneven=True)
+        return ALL_TO_ALL.invocation((x, out), (False, True), compared_values=True)
+    bind = partial(_bind_uneven_all_to_all, comm.probe, received=received, sent=sent)
+    return Invocation("all_to_all", bind, (x, out), (False, True), compared_values=False, uneven=True)
 
 
 def _bind_all_to_all(binder: Binder, x: Tensor, out: Tensor) -> Compiled:
     comm, item, size = binder.comm, x.element_size(), binder.topology.size
     count = x.numel() // size
     if x.numel() * item > LARGEST_COUNT:
-        return _directly(binder, x, out, [count] * size, [count] * size)
+        return _bind_direct_all_to_all(binder, x, out, [count] * size, [count] * size)
     send, receive = (even_blocks(y.data_ptr(), count, size, item) for y in (x, out))
     moved = moved_by_library(binder.topology, "all_to_all", [count * item] * size)
     return Compiled([partial(comm.Alltoall, send, receive)], moved=moved)
@@ -354,7 +354,7 @@ def _bind_all_to_all(binder: Binder, x: Tensor, out: Tensor) -> Compiled:
 ALL_TO_ALL = CollectiveOperation("all_to_all", _bind_all_to_all, by_rank=(True, True))
 
 
-def _uneven(
+def _bind_uneven_all_to_all(
     probe: CollectiveOperation, binder: Binder, x: Tensor, out: Tensor, received: Sequence[int], sent: Sequence[int]
 ) -> Call:
     """Bind an all_to_all with uneven blocks, for one call.
@@ -363,18 +363,20 @@ def _uneven(
     choose the same algorithm.
     """
     item, largest = x.element_size(), torch.tensor([max(out.numel(), x.numel())])
-    binder.run(probe.bound(binder, largest, "max", "mpi", False))
+    binder.run(probe.bind_cached(binder, largest, "max", "mpi", False))
     if int(largest) * item > LARGEST_COUNT:
-        compiled = _directly(binder, x, out, received, sent)
+        compiled = _bind_direct_all_to_all(binder, x, out, received, sent)
     else:
         send = uneven_blocks(x.data_ptr(), sent, item)
         receive = uneven_blocks(out.data_ptr(), received, item)
         moved = moved_by_library(binder.topology, "all_to_all", [count * item for count in sent])
         compiled = Compiled([partial(binder.comm.Alltoallv, send, receive)], moved=moved)
-    return binder.signed(f"uneven all_to_all of {x.dtype}", compiled, together=False)
+    return binder.with_signature(f"uneven all_to_all of {x.dtype}", compiled, synchronizes=False)
 
 
-def _directly(binder: Binder, x: Tensor, out: Tensor, received: Sequence[int], sent: Sequence[int]) -> Compiled:
+def _bind_direct_all_to_all(
+    binder: Binder, x: Tensor, out: Tensor, received: Sequence[int], sent: Sequence[int]
+) -> Compiled:
     """Bind an all_to_all by one message between every two ranks, for blocks too large for the library's call."""
     source, into = x.data_ptr(), out.data_ptr()
     layout = Layout(x.dtype, offsets(sent), source, source, inbox=into, inbox_bounds=offsets(received))

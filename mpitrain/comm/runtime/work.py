@@ -24,7 +24,7 @@ import torch
 
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Journal, Note, Record, clock
-from mpitrain.comm.memory.device import current_stream, new_stream, on_stream, recorded, stream_of_cupy
+from mpitrain.comm.memory.device import current_stream, new_stream, on_stream, record_event, stream_of_cupy
 from mpitrain.comm.runtime.agreement import seen
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.errors import CommunicationError
@@ -448,10 +448,10 @@ def between(device: torch.device) -> Iterator[None]:
     """
     current, *others = streams_of_caller(device)
     for stream in others:
-        current.wait_event(recorded(device, stream))
+        current.wait_event(record_event(device, stream))
     yield
     for stream in others:
-        stream.wait_event(recorded(device, current))
+        stream.wait_event(record_event(device, current))
 
 
 class Order:
@@ -466,7 +466,7 @@ class Order:
         """
         self._tensors = list(tensors)
         devices = {tensor.device for tensor in tensors}
-        self._issued = {device: [recorded(device, s) for s in streams_of_caller(device)] for device in devices}
+        self._issued = {device: [record_event(device, s) for s in streams_of_caller(device)] for device in devices}
         self._streams = streams
         self._complete: dict[torch.device, torch.Event] = {}
         for device in devices - streams.keys():
@@ -485,7 +485,7 @@ class Order:
                 for tensor in self._tensors:  # their memory must not be reused before the side stream is done
                     tensor.record_stream(self._streams[tensor.device])
                 self._tensors = []
-                self._complete = {device: recorded(device, self._streams[device]) for device in self._issued}
+                self._complete = {device: record_event(device, self._streams[device]) for device in self._issued}
 
     @contextmanager
     def beside(self) -> Iterator[None]:
