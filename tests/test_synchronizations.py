@@ -130,9 +130,14 @@ MUTATIONS = {
     "a save, for the device": (STATE, "    stream.wait_event(devices.record_event(device))", "    pass", SAVED),
     "the file, for what is copied": (STATE, "copied.synchronize()", "pass", SAVED),
     "a load, for the device": (STATE, "self.stream.wait_event(devices.record_event(device))", "pass", SAVED),
-    "whoever loads, for the last copy": (READING, "arrivals.stream.synchronize()", "pass", SAVED),
+    "whoever loads, for the last copy": (READING, "copy_stream.stream.synchronize()", "pass", SAVED),
     "who reads a file, until the buffer is free": (STATE, "left.popleft().synchronize()", "pass", RESUMED),
-    "the background save, for its copy": (SNAPSHOT, "record_event(away[0].device).synchronize()", "pass", SAVED_BESIDE),
+    "the background save, for its copy": (
+        SNAPSHOT,
+        "record_event(device_tensors[0].device).synchronize()",
+        "pass",
+        SAVED_BESIDE,
+    ),
     "the model, for its batch": (BATCHES, "device.current_stream(to).wait_event(copied)", "pass", LOADER),
     "who gives a batch, until it is copied": (
         PLACED,
