@@ -52,7 +52,7 @@ STATE, SNAPSHOT = "mpitrain/checkpoint/device_memory.py", "mpitrain/checkpoint/s
 READING = "mpitrain/checkpoint/reading.py"
 BATCHES, PLACED = "mpitrain/data/on_device.py", "mpitrain/trainer/device.py"
 DEVICE = "mpitrain/comm/memory/device.py"
-_BESIDE_OR_NOT = "with self._order.beside() if self._order is not None else nullcontext():"
+_BESIDE_OR_NOT = "with self._order.side_streams() if self._order is not None else nullcontext():"
 
 # what waits: file, what is replaced, by what, the tests that find it
 MUTATIONS = {
@@ -83,10 +83,10 @@ MUTATIONS = {
     ),
     "memory, for the background": (BESIDE, "tensor.record_stream(self._streams[tensor.device])", "pass", MEMORY),
     "a message, for what it is of": (MESSAGES, "record_event(device).synchronize()", "pass", MESSAGE),
-    "a message to the device, for its readers": (MESSAGES, "asked.synchronize()", "pass", MESSAGE),
+    "a message to the device, for its readers": (MESSAGES, "ready.synchronize()", "pass", MESSAGE),
     "a message by the host, for its readers": (
         MESSAGES,
-        "current_stream(self.tensor.device).wait_event(self.asked)",
+        "current_stream(self.tensor.device).wait_event(self.ready)",
         "pass",
         MESSAGE,
     ),

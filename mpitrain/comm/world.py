@@ -13,7 +13,7 @@ from mpitrain.comm.collectives.transports.choice import DeviceMemory
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.job import launcher
 from mpitrain.comm.job.abort import Faults, abort
-from mpitrain.comm.job.arrival import end, limit, watched
+from mpitrain.comm.job.arrival import abort_start, require_all_ranks, start_timeout
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import all_gather_bytes, discover, find_share, ranks_in, spare_cores, this_machine
 from mpitrain.comm.memory.arena import ArenaIndex
@@ -62,12 +62,12 @@ def init(
         if abort_on_error:  # an earlier call may have passed False: the backend does
             _world.process.faults.install()
         return _world
-    among = () if comm is None else ranks_in(comm, MPI.COMM_WORLD)
-    with watched(limit(timeout), among):
+    ranks = () if comm is None else ranks_in(comm, MPI.COMM_WORLD)
+    with require_all_ranks(start_timeout(timeout), ranks):
         try:
-            _world = _make(comm, timeout, abort_on_error, debug)
+            _world = _make_world(comm, timeout, abort_on_error, debug)
         except MPI.Exception as error:
-            _end_without_the_dead(error)
+            _exit_after_failed_init(error)
     if _world.size > 1:
         _world.process.watchdog.start()
     leave = partial(_leave, os.getpid())
@@ -76,10 +76,10 @@ def init(
     return _world
 
 
-def _make(given: MPI.Intracomm | None, timeout: float, abort_on_error: bool, debug: bool | None) -> Communicator:
-    comm = (given or MPI.COMM_WORLD).Dup()
+def _make_world(base: MPI.Intracomm | None, timeout: float, abort_on_error: bool, debug: bool | None) -> Communicator:
+    comm = (base or MPI.COMM_WORLD).Dup()
     comm.Set_errhandler(MPI.ERRORS_RETURN)
-    faults = Faults(comm.Dup(), leave=None if given is None else partial(abort, comm))
+    faults = Faults(comm.Dup(), leave=None if base is None else partial(abort, comm))
     if abort_on_error:
         faults.install()
     if MPI.COMM_WORLD.size == 1:
@@ -101,10 +101,10 @@ def _make(given: MPI.Intracomm | None, timeout: float, abort_on_error: bool, deb
     return Communicator(comm, topology, process, "world")
 
 
-def _end_without_the_dead(error: MPI.Exception) -> NoReturn:
+def _exit_after_failed_init(error: MPI.Exception) -> NoReturn:
     """End this process because ranks died before the world existed. Only MPI with fault tolerance names the dead."""
     time.sleep(_PATIENCE)  # if the dead rank ran on this host, the thread that watches the start names it
-    failed = MPI.COMM_WORLD.Get_failed() if not launcher.lacks_for_faults() else MPI.GROUP_EMPTY
+    failed = MPI.COMM_WORLD.Get_failed() if not launcher.missing_for_faults() else MPI.GROUP_EMPTY
     if not failed.size:
         raise CommunicationError(f"init failed in MPI: {error}") from error
     ranks = MPI.Group.Translate_ranks(failed, range(failed.size), MPI.COMM_WORLD.group)
@@ -112,7 +112,9 @@ def _end_without_the_dead(error: MPI.Exception) -> NoReturn:
     if MPI.COMM_WORLD.rank != first:
         time.sleep(_PATIENCE)
         os._exit(EXIT_FAILED)
-    end(f"mpitrain: rank {first}: ranks {ranks} died on another host during init; look there, and start the job again")
+    abort_start(
+        f"mpitrain: rank {first}: ranks {ranks} died on another host during init; look there, and start the job again"
+    )
 
 
 def _leave(process: int) -> None:
@@ -129,7 +131,7 @@ def _end_together(watchdog: Watchdog, progress: ProgressEngine, arenas: ArenaInd
         arenas.free_windows()
 
 
-def replace(world: Communicator) -> None:
+def replace_world(world: Communicator) -> None:
     """Make `world` the world of this process, returned by later calls of `init`."""
     global _world
     _world = world

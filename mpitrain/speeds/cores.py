@@ -79,7 +79,7 @@ def measure(world: Communicator, effort: Effort) -> dict[str, Any]:
         CommunicationError: The processes that measure have failed.
     """
     from mpitrain.comm.job.topology import (
-        sharing,
+        groups_sharing_cores,
         siblings,
     )  # imported here because it loads MPI, which the started processes must not
 
@@ -90,7 +90,8 @@ def measure(world: Communicator, effort: Effort) -> dict[str, Any]:
         one_of.setdefault(core_of.get(thread, thread), thread)
     allowed = world.all_gather_object(list(one_of.values()))
     beside = [rank for rank in range(world.size) if world.nodes[rank] == world.node]
-    groups = [(beside[ranks[0]], sorted(cores)) for ranks, cores in sharing([allowed[rank] for rank in beside])]
+    shares = groups_sharing_cores([allowed[rank] for rank in beside])
+    groups = [(beside[ranks[0]], sorted(cores)) for ranks, cores in shares]
     plan, output = _Plan(effort), ""
     job = None
     for leader, cores in groups:

@@ -1,4 +1,4 @@
-"""The journal counts the bytes that a rank sends, by each operation's formula, and its waits; off, it does nothing."""
+"""Traffic counters count the bytes that a rank sends, by each operation's formula, and its waits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DELAY = 0.2  # seconds
 
 @pytest.fixture
 def plain(world, monkeypatch):
-    """Yield a communicator with a thread and its journal on, without debug mode and without prepared calls."""
+    """Yield a communicator with a thread and its traffic counters on, without debug mode and without prepared calls."""
     monkeypatch.setattr(world, "process", dataclasses.replace(world.process, debug=False, spare_cores=1))
     comm = world.split(0, label="axis")
     comm.journal.start()
@@ -228,11 +228,11 @@ def test_a_stopped_journal_counts_nothing_and_wraps_no_call(plain):
     journal.stop()
     off = performing_classes()
     journal.start()
-    assert performing_classes() == ["Journal"]
+    assert performing_classes() == ["TrafficCounters"]
     before = journal.account()
     assert [(row.operation, row.calls) for row in before] == [("all_reduce", 2)]
     journal.stop()
-    assert performing_classes() == off == [name for name in off if name in ("repeated", "_unsigned")] != []
+    assert performing_classes() == off == [name for name in off if name in ("make_repeated_call", "_unsigned")] != []
     assert journal.account() == before and journal.take() == []
     assert plain.irecv(torch.zeros(1), plain.rank)._note is None
     plain.send(torch.zeros(1), plain.rank)

@@ -79,7 +79,7 @@ def timeout(descriptor):
 assert [timeout(d) for d in earlier + later] == [0] * 6
 sockets = [int(d) for d in os.listdir("/proc/self/fd") if connections._socket_at(d)]
 limited = [d for d in sockets if timeout(d) == 7000]
-led = [connections._far_end("", s) for s in (socket.socket(fileno=os.dup(d)) for d in limited)]
+led = [connections._remote_endpoint("", s) for s in (socket.socket(fileno=os.dup(d)) for d in limited)]
 print("limited", len([end for end in led if end]), flush=True)
 world.barrier()
 """

@@ -99,7 +99,7 @@ def test_a_deferred_reduce_scatter_compares_what_it_sums(world, plain):
 def test_whoever_comes_to_another_operation_than_a_rank_before_says_so_and_stays_out(world, plain):
     plain.all_reduce(torch.ones(3))
     register = plain.binder._register
-    sign = {name: register.signature(name, meets=False, together=True) for name in ("this", "that", "next")}
+    sign = {name: register.signature(name, meets=False, synchronizing=True) for name in ("this", "that", "next")}
     if world.rank == 0:
         sign["this"]()
     world.barrier()

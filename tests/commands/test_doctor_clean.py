@@ -17,7 +17,7 @@ import pytest
 from support import clean_environment, job, launcher, one_line
 from warm import Warm
 
-from mpitrain.comm.job.cleanup import candidates, held_by_processes, is_among, unused
+from mpitrain.comm.job.cleanup import find_leftovers, find_open_files, find_unused, is_in_use
 
 SHM = Path("/dev/shm")
 CLEAN = ("doctor", "--clean")
@@ -83,8 +83,8 @@ class Job:
 def of_nobody() -> set[str]:
     """Return the files in /dev/shm that no live process has open or mapped."""
     there = list(SHM.iterdir())
-    in_use = held_by_processes()
-    return {path.name for path in there if not is_among(path, in_use)}
+    in_use = find_open_files()
+    return {path.name for path in there if not is_in_use(path, in_use)}
 
 
 def _with_descendants(pid: int) -> list[int]:
@@ -222,8 +222,8 @@ def test_clean_leaves_session_folders_that_other_hosts_may_share(tmp_path):
         pytest.skip(f"no file system to mount: {mounted.stderr!r}")
     try:
         (tmp_path / "ompi.4194305").mkdir()
-        [candidate] = candidates([tmp_path])
-        assert "(hugetlbfs) may be shared by other hosts" in candidate.unseen and not unused([candidate])
+        [candidate] = find_leftovers([tmp_path])
+        assert "(hugetlbfs) may be shared by other hosts" in candidate.skip_reason and not find_unused([candidate])
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 

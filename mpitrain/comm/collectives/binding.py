@@ -19,14 +19,14 @@ import torch
 
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology
-from mpitrain.comm.job.traffic import Moved, blocks_sent, even_shares
+from mpitrain.comm.job.traffic import Volume, blocks_sent, even_shares
 from mpitrain.comm.memory.arena import Arena, ArenaIndex, allocate
 from mpitrain.comm.memory.buffers import tensor_at
 from mpitrain.comm.memory.device import synchronize
 from mpitrain.comm.programs.program import Program, chunk_bounds, even_bounds
 from mpitrain.comm.programs.verify import Proofs
 from mpitrain.comm.runtime import agreement, executor
-from mpitrain.comm.runtime.agreement import LINE, ROW, Board, Call, Register, Signature, described
+from mpitrain.comm.runtime.agreement import LINE, ROW, Board, Call, Register, Signature, describe_call
 from mpitrain.comm.runtime.compiling import Plan
 from mpitrain.comm.runtime.executor import Compiled, Layout, Reduction
 from mpitrain.comm.runtime.remote import Neighbours, probe
@@ -166,12 +166,12 @@ class Binder:
         self._register: Register | None = None
         self._signatures: OrderedDict[Hashable, Signature] = OrderedDict()
         self._neighbours: Neighbours | None = None
-        self.moved: list[Moved] | None = None  # traffic of what `run` performed, while somebody counts
+        self.volume: list[Volume] | None = None  # traffic of what `run` performed, while somebody counts
 
     def run(self, operation: Call) -> None:
         """Perform a bound operation, or a part of one, and count the bytes it moves."""
-        if self.moved is not None and isinstance(operation, Compiled):
-            self.moved.append(operation.moved)
+        if self.volume is not None and isinstance(operation, Compiled):
+            self.volume.append(operation.volume)
         operation()
 
     def free(self) -> None:
@@ -313,7 +313,7 @@ class Binder:
         if self._register is None or self.node.size == 1:
             return compiled
         meets = compiled.meets
-        make = partial(self._register.signature, description, meets=meets, together=synchronizes)
+        make = partial(self._register.signature, description, meets=meets, synchronizing=synchronizes)
         return compiled.after(get_or_make(self._signatures, (description, meets, synchronizes), make))
 
     def staging(self) -> Arena | None:
@@ -355,7 +355,7 @@ class Binder:
             x.data_ptr(),
             peers=self.peers(x, arena) if arena is not None else None,
             neighbours=neighbours,
-            seen=x.data_ptr(),
+            exposed_address=x.data_ptr(),
             slots=(lambda rank: staging.segments[world[rank]]) if staging is not None else None,
             inbox_bounds=self._inbox_bounds(program, bounds),
         )
@@ -387,7 +387,7 @@ class Binder:
         if program.compares and self.nodes_shared:
             board = self.board()
             row = f"{description}, {program.name.split()[0]}", f"{program.blocks} x {program.segments}"
-            layout = replace(layout, board=board if self.node.size > 1 else None, said=row)
+            layout = replace(layout, board=board if self.node.size > 1 else None, descriptions=row)
         return self.plan(program, layout, reduction, arena).bind(layout)
 
     def plan(self, program: Program, layout: Layout, reduction: Reduction | None, arena: Arena | None) -> Plan:
@@ -437,12 +437,12 @@ def at_address(x: torch.Tensor) -> torch.Tensor:
 
 def copying(into: torch.Tensor, of: torch.Tensor) -> Call:
     """Return a call that copies between the addresses of two tensors, and converts the dtype if they differ."""
-    return executor.copying(at_address(into), at_address(of))
+    return executor.make_copy(at_address(into), at_address(of))
 
 
 def scaling(x: torch.Tensor, reduction: Reduction) -> list[Call]:
     """Return the calls that divide the library's sum at x's address, for an average."""
-    return executor.scaling(at_address(x), reduction.scale)
+    return executor.make_scaling(at_address(x), reduction.scale)
 
 
 def offsets(counts: Sequence[int]) -> list[int]:
@@ -450,7 +450,7 @@ def offsets(counts: Sequence[int]) -> list[int]:
     return list(accumulate(counts, initial=0))
 
 
-def moved_by_library(topology: Topology, operation: str, blocks: Sequence[int] | int, root: int = 0) -> Moved:
+def library_volume(topology: Topology, operation: str, blocks: Sequence[int] | int, root: int = 0) -> Volume:
     """Return the bytes that the MPI library moves on this rank, as far as they can be known; see `blocks_sent`.
 
     Args:
@@ -464,7 +464,7 @@ def moved_by_library(topology: Topology, operation: str, blocks: Sequence[int] |
     for other, nbytes in blocks_sent(operation, topology.rank, shares, root):
         here = topology.nodes[other] == topology.nodes[topology.rank]
         inside, between = inside + nbytes * here, between + nbytes * (not here)
-    return Moved("mpi", inside, between)
+    return Volume("mpi", inside, between)
 
 
 Tensors = Sequence["torch.Tensor | None"]
@@ -484,8 +484,8 @@ class Invocation(NamedTuple):
         placed: Tensor that other ranks find at the same offset in the arena.
         operation, arguments: The operation and its non-tensor arguments; None if there is only `bind`.
         on_device: True if `bind` accepts tensors on a device.
-        counts: True if the journal counts the call; otherwise the caller enters it.
-        algorithm: Algorithm name in the journal, where the parts of the operation do not give it.
+        counts: True if the traffic counters count the call; otherwise the caller adds it.
+        algorithm: Algorithm name in the traffic counters, where the parts of the operation do not give it.
     """
 
     name: str
@@ -556,7 +556,7 @@ class CollectiveOperation:
         numel = first.numel() * (binder.topology.size if self.by_rank == (False, True) else 1)  # of all blocks
         reproducible = "reproducible" * self.value(rest, "reproducible", False)
         blocks = f"in blocks of {list(counts)}" if counts and min(counts) != max(counts) else ""
-        return described(name, numel, first.dtype, self.value(rest, "op", ""), reproducible, place, blocks)
+        return describe_call(name, numel, first.dtype, self.value(rest, "op", ""), reproducible, place, blocks)
 
     def key(self, *arguments: Any) -> tuple[Hashable, ...]:
         """Return the cache key of a call; the operation's public function looks up the same key in `ready`."""

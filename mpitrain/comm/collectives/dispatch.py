@@ -27,15 +27,15 @@ from mpitrain.comm.collectives.transports.choice import DeviceMemory, Transports
 from mpitrain.comm.job.abort import Faults
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Member, Share, Topology
-from mpitrain.comm.job.traffic import Journal, Moved, Note, Record, clock
+from mpitrain.comm.job.traffic import Note, Record, TrafficCounters, Volume, clock
 from mpitrain.comm.memory.arena import ArenaIndex
 from mpitrain.comm.memory.buffers import as_tensor, inner_tensors, is_wrapper
 from mpitrain.comm.programs.verify import Proofs
-from mpitrain.comm.runtime.agreement import compare, repeated, seen
+from mpitrain.comm.runtime.agreement import compare, make_repeated_call, run_watched
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.watchdog import FailureHandler, Watchdog
-from mpitrain.comm.runtime.work import Order, Queued, Streams, Work, Worker, between
+from mpitrain.comm.runtime.work import QueuedOperation, StreamOrder, Streams, Work, Worker, in_stream_order
 from mpitrain.comm.selection import Tuning
 from mpitrain.errors import InputError
 
@@ -46,7 +46,7 @@ _BARRIER = "barrier"
 
 
 def _barrier(binder: Binder) -> Compiled:
-    return binder.bind_cached(_BARRIER, lambda: Compiled([binder.comm.Barrier], moved=Moved("mpi")))
+    return binder.bind_cached(_BARRIER, lambda: Compiled([binder.comm.Barrier], volume=Volume("mpi")))
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ class ProcessServices:
     debug: bool
     proofs: Proofs | None = None
     failures: FailureHandler | None = None
-    journal: Journal = field(default_factory=Journal)
+    journal: TrafficCounters = field(default_factory=TrafficCounters)
 
     def may_release(self, comm: MPI.Intracomm) -> bool:
         """Return whether the ranks of a tracked communicator can still act together."""
-        return self.failures is None or self.failures.tracks(comm)
+        return self.failures is None or self.failures.is_tracked(comm)
 
 
 class OwnedCommunicators:
@@ -147,21 +147,21 @@ class Dispatcher(Member):
         self._transports: dict[Binder, Transports] = {}
         self._streams: Streams = {}  # for operations on a device in the background
         self._freed = False
-        # a ready function counts only if the journal was on when it was made
-        self.journal.switched.add(self.binder.cache.forget_ready)
+        # a ready function counts only if the traffic counters were on when it was made
+        self.journal.on_switch.add(self.binder.cache.forget_ready)
 
-    def record_operation(self, name: str, moved: Moved, begin: float, key: str = "", sequence: int = 0) -> None:
-        """Record in the journal an operation that this rank took part in but did not dispatch.
+    def record_operation(self, name: str, volume: Volume, begin: float, key: str = "", sequence: int = 0) -> None:
+        """Add to the traffic counters an operation that this rank took part in but did not dispatch.
 
         Args:
             name: Name of the operation.
-            moved: Algorithm and bytes moved.
-            begin: `journal.clock()` at its start.
+            volume: Algorithm and bytes moved.
+            begin: `clock()` at its start.
             key, sequence: Identifier and number of the operation, equal on all ranks; without `key`, those of the last
                 dispatched operation.
         """
         key, sequence = (key, sequence) if key else (self._record.key, self._record.sequence)
-        Note(self.journal, name, self.label, moved, key, sequence).performed(begin)
+        Note(self.journal, name, self.label, volume, key, sequence).count_operation(begin)
 
     def _make_binder(self, comm: MPI.Intracomm) -> Binder:
         process = self.process
@@ -273,11 +273,12 @@ class Dispatcher(Member):
             name = f"{call.name} of {0 if call.first is None else call.first.numel()} elements on {self.label}"
             perform = partial(self._perform, call, self._background or self.binder, self._background_record, device)
             on_device = [] if device is None else [tensor for tensor in call.tensors if tensor is not None]
-            return Queued(name, perform, self._worker, Order(on_device, self._streams) if on_device else None)
-        if self._background is None and self._worker.waiting:
+            order = StreamOrder(on_device, self._streams) if on_device else None
+            return QueuedOperation(name, perform, self._worker, order)
+        if self._background is None and self._worker.queue:
             self._worker.drain()  # operations deferred to this thread come first
         if device is not None:
-            with between(device):
+            with in_stream_order(device):
                 self._perform(call, self.binder, self._record, device)
             return None
         self._perform(call, self.binder, self._record)
@@ -288,14 +289,14 @@ class Dispatcher(Member):
         return None
 
     def _make_repeat(self, call: Invocation, compiled: Compiled) -> Ready:
-        """Return a function that performs an operation again, and counts it while the journal is on."""
+        """Return a function that performs an operation again, and counts it while the traffic counters are on."""
         name, record, drain, journal = call.name, self._record, self._worker.drain, self.journal
-        waiting = self._worker.waiting if self._background is None else ()
+        waiting = self._worker.queue if self._background is None else ()
         if not (journal.on and call.counts):
-            return repeated(record, name, compiled.calls, waiting, drain)
-        perform = repeated(record, name, compiled.calls, (), drain)  # deferred operations count themselves
+            return make_repeated_call(record, name, compiled.calls, waiting, drain)
+        perform = make_repeated_call(record, name, compiled.calls, (), drain)  # deferred operations count themselves
         first = drain if self._background is None else None
-        return journal.counting(perform, name, self.label, compiled.moved, record, first)
+        return journal.make_counting_call(perform, name, self.label, compiled.volume, record, first)
 
     def compare(
         self,
@@ -347,7 +348,7 @@ class Dispatcher(Member):
             compare(self._comm, description)
 
     def _perform(self, call: Invocation, binder: Binder, record: Record, device: torch.device | None = None) -> None:
-        """Perform a call under the watchdog, and enter it in the journal while that is on."""
+        """Perform a call under the watchdog, and count it while the traffic counters are on."""
 
         def run(*tensors: torch.Tensor | None) -> None:
             binder.run(call.bind(binder, *tensors))
@@ -361,18 +362,18 @@ class Dispatcher(Member):
                 through_host(run, call.tensors, call.written)
 
         if not (self.journal.on and call.counts):
-            seen(record, call.name, call.first, act)
+            run_watched(record, call.name, call.first, act)
             return
-        counted = binder.moved = []
+        counted = binder.volume = []
         begin = clock()
         try:
-            seen(record, call.name, call.first, act)
+            run_watched(record, call.name, call.first, act)
         finally:
-            binder.moved = None
-        moved = Moved.sum(counted)
+            binder.volume = None
+        volume = Volume.sum(counted)
         if call.algorithm:
-            moved = moved._replace(algorithm=call.algorithm)
-        self.journal.note(call.name, self.label, moved, begin, record)
+            volume = volume._replace(algorithm=call.algorithm)
+        self.journal.count(call.name, self.label, volume, begin, record)
 
     def perform(
         self, binder: Binder, operation: CollectiveOperation, tensors: Tensors, written: Sequence[bool], *arguments: Any

@@ -24,7 +24,7 @@ from mpitrain.comm.collectives.binding import (
     CollectiveOperation,
     Invocation,
     copying,
-    moved_by_library,
+    library_volume,
     offsets,
 )
 from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes
@@ -71,7 +71,7 @@ def _bind_broadcast(binder: Binder, x: Tensor, root: int, algorithm: str) -> Com
     if chosen.program is None:
         parts = pieces(setting.nbytes)
         calls = [partial(binder.comm.Bcast, bytes_at(x.data_ptr() + lo, n), root) for lo, n in parts]
-        return Compiled(calls, moved=moved_by_library(binder.topology, "broadcast", x.nbytes, root))
+        return Compiled(calls, volume=library_volume(binder.topology, "broadcast", x.nbytes, root))
     program = binder.program(chosen, setting)
     arena, neighbours = binder.require_reach(x, selection.BROADCAST, name) if chosen.reach else (None, None)
     description = BROADCAST.describe(binder, x, root, name, place=binder.place(x))
@@ -148,11 +148,11 @@ def _bind_all_gather(binder: Binder, out: Tensor, x: Tensor, algorithm: str, cou
     name = all_gather_name(binder.choose(selection.ALL_GATHER, algorithm, setting), setting)
     chosen = selection.ALL_GATHER[name]
     if chosen.program is None:
-        moved = moved_by_library(binder.topology, "all_gather", [n * item for n in blocks])
+        volume = library_volume(binder.topology, "all_gather", [n * item for n in blocks])
         if place and not overlap(out, x):  # the library copies less this way than in place
             call = _library_all_gather(binder, out, blocks, bytes_at(x.data_ptr(), blocks[rank] * item))
-            return Compiled([call], moved=moved)
-        return Compiled([*place, _library_all_gather(binder, out, blocks, MPI.IN_PLACE)], moved=moved)
+            return Compiled([call], volume=volume)
+        return Compiled([*place, _library_all_gather(binder, out, blocks, MPI.IN_PLACE)], volume=volume)
     program = binder.program(chosen, setting)
     layout = Layout(x.dtype, chunk_bounds(bounds, program.segments), out.data_ptr(), out.data_ptr())
     if not chosen.reach:
@@ -161,7 +161,7 @@ def _bind_all_gather(binder: Binder, out: Tensor, x: Tensor, algorithm: str, cou
     arena, neighbours = binder.require_reach(read, selection.ALL_GATHER, name)
     # another rank's x has only its own block, so its WORK starts before x by the offset of that block in out
     before = (lambda r: bounds[r] * item) if place else (lambda r: 0)
-    layout = replace(layout, neighbours=neighbours, seen=read.data_ptr() - before(rank))
+    layout = replace(layout, neighbours=neighbours, exposed_address=read.data_ptr() - before(rank))
     if arena is not None:
         find = binder.peers(read, arena)
         layout = replace(layout, peers=lambda r: find(r) - before(r))
@@ -267,8 +267,8 @@ def _bind_rooted(gathers: bool, binder: Binder, block: Tensor, whole: Tensor | N
             partial(comm.Gather, block_bytes, all_bytes) if gathers else partial(comm.Scatter, all_bytes, block_bytes)
         )
         name = "gather" if gathers else "scatter"
-        moved = moved_by_library(binder.topology, name, [numel * item] * comm.size, root)
-        return Compiled([partial(call, root)], moved=moved)
+        volume = library_volume(binder.topology, name, [numel * item] * comm.size, root)
+        return Compiled([partial(call, root)], volume=volume)
     length = 0 if gathers and whole is None else numel
     here, there = (block_address, [0, numel]), (whole_address, [r * length for r in range(comm.size + 1)])
     (source, bounds), (inbox, cells) = (here, there) if gathers else (there, here)
@@ -347,8 +347,8 @@ def _bind_all_to_all(binder: Binder, x: Tensor, out: Tensor) -> Compiled:
     if x.numel() * item > LARGEST_COUNT:
         return _bind_direct_all_to_all(binder, x, out, [count] * size, [count] * size)
     send, receive = (even_blocks(y.data_ptr(), count, size, item) for y in (x, out))
-    moved = moved_by_library(binder.topology, "all_to_all", [count * item] * size)
-    return Compiled([partial(comm.Alltoall, send, receive)], moved=moved)
+    volume = library_volume(binder.topology, "all_to_all", [count * item] * size)
+    return Compiled([partial(comm.Alltoall, send, receive)], volume=volume)
 
 
 ALL_TO_ALL = CollectiveOperation("all_to_all", _bind_all_to_all, by_rank=(True, True))
@@ -369,8 +369,8 @@ def _bind_uneven_all_to_all(
     else:
         send = uneven_blocks(x.data_ptr(), sent, item)
         receive = uneven_blocks(out.data_ptr(), received, item)
-        moved = moved_by_library(binder.topology, "all_to_all", [count * item for count in sent])
-        compiled = Compiled([partial(binder.comm.Alltoallv, send, receive)], moved=moved)
+        volume = library_volume(binder.topology, "all_to_all", [count * item for count in sent])
+        compiled = Compiled([partial(binder.comm.Alltoallv, send, receive)], volume=volume)
     return binder.with_signature(f"uneven all_to_all of {x.dtype}", compiled, synchronizes=False)
 
 

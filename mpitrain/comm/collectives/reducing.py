@@ -27,7 +27,7 @@ from mpitrain.comm.collectives.binding import (
     CollectiveOperation,
     Invocation,
     copying,
-    moved_by_library,
+    library_volume,
     offsets,
     scaling,
 )
@@ -35,7 +35,7 @@ from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_size
 from mpitrain.comm.collectives.moving import ALL_GATHER
 from mpitrain.comm.compression import Bucket, Compression
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.traffic import Moved, Note
+from mpitrain.comm.job.traffic import Note, Volume
 from mpitrain.comm.memory.buffers import overlap, typed_buffer, typed_buffers
 from mpitrain.comm.memory.elements import HALVES
 from mpitrain.comm.programs.program import Program
@@ -171,8 +171,8 @@ def _bind_all_reduce(
             return _bind_all_reduce(binder, x, op, "halving", False)
         call, pieces = binder.comm.Allreduce, typed_buffers(x)
         calls = [partial(call, MPI.IN_PLACE, piece, reduction.operation.mpi) for piece in pieces]
-        moved = moved_by_library(binder.topology, "all_reduce", x.nbytes)
-        return Compiled([*calls, *scaling(x, reduction)], moved=moved)
+        volume = library_volume(binder.topology, "all_reduce", x.nbytes)
+        return Compiled([*calls, *scaling(x, reduction)], volume=volume)
     if chosen.reach:
         arena, neighbours = binder.reach(x)
         if neighbours is not None:
@@ -245,7 +245,7 @@ def _bind_reduce(binder: Binder, x: Tensor, op: str, root: int, algorithm: str) 
             send, receive = (MPI.IN_PLACE, piece) if at_root else (piece, None)
             calls.append(partial(comm.Reduce, send, receive, reduction.operation.mpi, root))
         calls += scaling(x, reduction) if at_root else []
-        return Compiled(calls, moved=moved_by_library(binder.topology, "reduce", x.nbytes, root))
+        return Compiled(calls, volume=library_volume(binder.topology, "reduce", x.nbytes, root))
     program = binder.program(chosen, setting)
     if chosen.reach:
         arena, neighbours = binder.require_reach(x, selection.REDUCE, name)
@@ -328,7 +328,7 @@ def _bind_deferred(binder: Binder, x: Tensor, out: Tensor, op: str, events: Mapp
     program = binder.program(_DEFERRED, binder.setting(x, block=out.numel() * x.element_size()))
     layout = _layout(binder, program, x, out, [out.numel()] * binder.topology.size, None)
     description = REDUCE_SCATTER.describe(binder, x, out, op, None, "", False, place=binder.place(x))
-    layout = replace(layout, events=events, said=(description, ""))
+    layout = replace(layout, events=events, descriptions=(description, ""))
     return Compiled((), binder.plan(program, layout, reduction, arena).bind_phases(layout))
 
 
@@ -352,7 +352,7 @@ def _bind_reduce_scatter(
     blocks = counts or [out.numel()] * binder.topology.size
     setting = binder.setting(x, reproducible=reproducible, block=max(blocks) * x.element_size())
     name = binder.choose(selection.REDUCE_SCATTER, algorithm, setting)
-    name = reduce_scatter_name(name, setting, by_itself=algorithm == "auto", halves=x.dtype in HALVES)
+    name = reduce_scatter_name(name, setting, is_auto=algorithm == "auto", is_half=x.dtype in HALVES)
     chosen = selection.REDUCE_SCATTER[name]
     program = binder.program(chosen, setting) if chosen.program is not None else None
     if x.dtype in HALVES and (program is None or program.sends_partial_sums):
@@ -395,8 +395,8 @@ def _library_reduce_scatter(
     else:
         call = partial(binder.comm.Reduce_scatter, send, receive, list(blocks), reduction.operation.mpi)
     back, keeps = ([], []) if result is out else ([copying(out, result)], [result])
-    moved = moved_by_library(binder.topology, "reduce_scatter", [n * x.element_size() for n in blocks])
-    return Compiled([call, *scaling(result, reduction), *back], keeps, moved=moved)
+    volume = library_volume(binder.topology, "reduce_scatter", [n * x.element_size() for n in blocks])
+    return Compiled([call, *scaling(result, reduction), *back], keeps, volume=volume)
 
 
 class DeferredReductions:
@@ -406,7 +406,7 @@ class DeferredReductions:
         self._watchdog = comm.process.watchdog
         self._record = self._watchdog.record(f"{comm.label} (deferred)", comm.world_ranks)
         self._events: dict[str, Event] = {}
-        self._num_started = 0  # operations, for the journal
+        self._num_started = 0  # operations, for the traffic counters
 
     def reduce_scatter(self, comm: Dispatcher, out: Tensor, x: Tensor, op: str) -> SplitPhase | None:
         """Start a reduce_scatter that the caller waits for, and then releases, later (see `SplitPhase`). Collective.
@@ -433,8 +433,8 @@ class DeferredReductions:
         note = None
         if comm.journal.on:
             self._num_started += 1
-            moved = Moved.sum(phase.moved for phase in phases)
-            note = Note(comm.journal, "reduce_scatter", comm.label, moved, self._record.key, self._num_started)
+            volume = Volume.sum(phase.volume for phase in phases)
+            note = Note(comm.journal, "reduce_scatter", comm.label, volume, self._record.key, self._num_started)
         return SplitPhase("deferred reduce_scatter", phases, (x, out), self._record, note)
 
     def free(self, *, collective: bool) -> None:

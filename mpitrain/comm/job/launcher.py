@@ -82,10 +82,10 @@ def end_soon(process: int, unless: Sequence[int] = ()) -> None:
     name = command_of(process)
     living = "".join(f"kill -0 {other} 2>/dev/null && exit; " for other in unless)
     end = f'[ "$(cat /proc/{process}/comm 2>/dev/null)" = "{name}" ] && kill -%s {process}; '
-    _begin_apart(["sh", "-c", f"sleep {_PATIENCE}; {living}{end % 'TERM'}sleep {_ORDERLY}; {end % 'KILL'}"])
+    _start_detached(["sh", "-c", f"sleep {_PATIENCE}; {living}{end % 'TERM'}sleep {_ORDERLY}; {end % 'KILL'}"])
 
 
-def _begin_apart(command: Sequence[str], stderr: int = subprocess.DEVNULL) -> None:
+def _start_detached(command: Sequence[str], stderr: int = subprocess.DEVNULL) -> None:
     """Start a process that outlives this one.
 
     It inherits none of mpirun's pipes, because mpirun waits until all of them are closed.
@@ -102,7 +102,7 @@ def repeat_last(text: str) -> None:
     """
     with suppress(OSError, AttributeError):  # the message is printed already; AttributeError: no pidfd
         mpirun = find()
-        if not mpirun or not _is_screen(mpirun) or not hasattr(os, "pidfd_open"):
+        if not mpirun or not _is_terminal_or_pipe(mpirun) or not hasattr(os, "pidfd_open"):
             return
         line = printable(text.partition("\n")[0].removeprefix("mpitrain: "), None)
         # do not block on a pipe without a reader, and do not acquire a controlling terminal
@@ -110,12 +110,12 @@ def repeat_last(text: str) -> None:
         try:
             os.set_blocking(screen, True)
             helper = ["-I", "-S", "-c", _HELPER, str(mpirun), str(_LONGEST), f"{_AGAIN}{line}\n"]
-            _begin_apart([sys.executable, *helper], screen)
+            _start_detached([sys.executable, *helper], screen)
         finally:
             os.close(screen)
 
 
-def _is_screen(mpirun: int) -> bool:
+def _is_terminal_or_pipe(mpirun: int) -> bool:
     """Return True if mpirun's stderr is a terminal or a pipe."""
     stderr = Path(f"/proc/{mpirun}/fd/2")
     kind = stderr.stat().st_mode
@@ -127,7 +127,7 @@ def tolerates_faults() -> bool:
     return os.environ.get(_SETTING, "").strip().lower() in _ENABLED
 
 
-def lacks_for_faults() -> str:
+def missing_for_faults() -> str:
     """Return the missing requirement for fault tolerance, as text for a message; empty if fault tolerance is on."""
     from mpi4py import MPI
 
@@ -154,7 +154,7 @@ def require_fault_tolerance(*, across_nodes: bool) -> None:
     from mpi4py import MPI
 
     chosen = os.environ.get(_COLLECTIVES, "")
-    if lacking := lacks_for_faults():
+    if lacking := missing_for_faults():
         problem = f"needs {lacking}; or use elastic.mode off, and checkpoints"
     elif MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         problem = "needs an MPI with THREAD_MULTIPLE; use another MPI"

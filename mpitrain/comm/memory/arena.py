@@ -25,7 +25,7 @@ import torch
 
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import all_gather_bytes
-from mpitrain.comm.job.traffic import Watchers
+from mpitrain.comm.job.traffic import Callbacks
 from mpitrain.comm.memory.buffers import memory_at, tensor_at
 from mpitrain.comm.memory.device import export_memory, import_memory, is_accelerator, synchronize
 from mpitrain.comm.memory.elements import DTYPES, LARGEST_COUNT
@@ -127,11 +127,11 @@ class ArenaIndex:
         self.warned = False
         self.generation = 0
         self.maps_devices = True
-        self.changed = Watchers()
+        self.changed = Callbacks()
 
     def _change(self) -> None:
         self.generation += 1
-        self.changed.tell()
+        self.changed.call_all()
 
     def add(self, arena: Arena, node: MPI.Intracomm, first: int, *, for_tensors: bool) -> None:
         """Name an arena, equally on all ranks of the node, and add it to the index. Collective over the node.

@@ -25,7 +25,7 @@ from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, offse
 from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.memory.device import current_stream, new_stream, pin, pinned, record_event
 from mpitrain.comm.programs.program import Program
-from mpitrain.comm.runtime.agreement import described
+from mpitrain.comm.runtime.agreement import describe_call
 from mpitrain.comm.runtime.executor import Compiled, Reduction
 from mpitrain.comm.selection import Algorithm, Setting, always
 
@@ -425,7 +425,7 @@ class Peer(Transport):
             if own_block.data_ptr() != tensors[1].data_ptr():
                 own_block.copy_(tensors[1])
         layout = replace(layout, device=vector.device, memory=mapped.at)
-        description = described(
+        description = describe_call(
             operation.name, vector.numel(), vector.dtype, *map(str, call.arguments), binder.place(vector)
         )
         compiled: Compiled = binder.compile(program, layout, call.reduction(size), arena, description=description)

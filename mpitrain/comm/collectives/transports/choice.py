@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, moved_by_library
+from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, library_volume
 from mpitrain.comm.collectives.transports.by_programs import DeviceCall, Peer, Staged, Transport, flat
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import all_gather_bytes
@@ -30,7 +30,7 @@ from mpitrain.comm.memory.device import (
     use,
 )
 from mpitrain.comm.memory.elements import DTYPES, HALVES, LARGEST_COUNT
-from mpitrain.comm.runtime.executor import Compiled, scaling
+from mpitrain.comm.runtime.executor import Compiled, make_scaling
 from mpitrain.errors import refusal
 
 _MEASURED_SIZES = (1 << 16, 1 << 20, 1 << 24)  # bytes
@@ -107,11 +107,11 @@ class Transports:
         transport = self._possible[name]
         if not transport.carries(call):
             transport = self._staged
-        counted = self._binder.moved
+        counted = self._binder.volume
         start = 0 if counted is None else len(counted)
         transport.perform(call)
         if counted is not None:
-            counted[start:] = [moved.by(transport.name) for moved in counted[start:]]
+            counted[start:] = [volume.with_way(transport.name) for volume in counted[start:]]
 
     def free(self) -> None:
         """Release the memory of all transports. Collective."""
@@ -137,7 +137,7 @@ class Transports:
     def _measure(self) -> dict[str, dict[int, float]]:
         """Return the seconds of an all_reduce by transport and bytes: the best of three runs, on the slowest rank."""
         seconds: dict[str, dict[int, float]] = {name: {} for name in self._possible}
-        counted, self._binder.moved = self._binder.moved, None  # the measurement is not counted
+        counted, self._binder.volume = self._binder.volume, None  # the measurement is not counted
         for nbytes in _MEASURED_SIZES:
             x = torch.zeros(nbytes // 4, device=self._device)
             measured = DeviceCall(self._probe, (x,), (True,), ("sum", "auto", False))
@@ -153,7 +153,7 @@ class Transports:
                 best = np.array([min(times[1:])])
                 self._binder.comm.Allreduce(MPI.IN_PLACE, best, MPI.MAX)
                 seconds[name][nbytes] = float(best[0])
-        self._binder.moved = counted
+        self._binder.volume = counted
         return seconds
 
 
@@ -226,7 +226,7 @@ class Direct(Transport):
         self._binder.run(operation.bind(self._binder, *passed, *arguments))
         for tensor, result, changed in zip(tensors, passed, written, strict=True):
             if changed and tensor is not None and result is not None:
-                for scale in scaling(result, reduction.scale if reduction is not None else None):
+                for scale in make_scaling(result, reduction.scale if reduction is not None else None):
                     scale()
                 if wide:
                     tensor.detach().copy_(result)
@@ -305,8 +305,8 @@ class Nccl(Transport):
         act = partial(calls[operation.name], stream=native_handle(current_stream(first.device)))
         topology, smallest = self._binder.topology, min(tensor.nbytes for tensor in vectors)
         blocks = [smallest] * topology.size if any(operation.by_rank) else smallest
-        moved = moved_by_library(topology, operation.name, blocks, root)._replace(algorithm="nccl")
-        self._binder.run(Compiled([act], moved=moved))
+        volume = library_volume(topology, operation.name, blocks, root)._replace(algorithm="nccl")
+        self._binder.run(Compiled([act], volume=volume))
 
     def free(self) -> None:
         """Destroy NCCL's communicator. Collective."""
