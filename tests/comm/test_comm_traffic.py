@@ -216,7 +216,7 @@ def test_waiting_for_other_ranks_is_counted_and_computing_is_not(plain):
 
 
 @MANY
-def test_a_stopped_journal_counts_nothing_and_wraps_no_call(plain):
+def test_stopped_traffic_counters_count_nothing_and_wrap_no_call(plain):
     journal, x = plain.journal, torch.zeros(16)
 
     def performing_classes() -> list[str]:

@@ -405,7 +405,7 @@ class Binder:
         """Bind an operation on a 16-bit x to an fp32 copy; the result is rounded once and, if `back`, copied into x."""
         wide = torch.empty(x.numel(), dtype=torch.float32)
         inner = bind(wide)
-        return Compiled([copying(wide, x), inner, *([copying(x, wide)] if back else [])], [inner, wide])
+        return Compiled([make_copy(wide, x), inner, *([make_copy(x, wide)] if back else [])], [inner, wide])
 
     def bind_through_staging(self, x: torch.Tensor, bind: Callable[[torch.Tensor], Compiled]) -> Compiled:
         """Bind an in-place operation on a vector outside an arena; it passes through the staging memory in windows."""
@@ -418,7 +418,7 @@ class Binder:
             piece = whole[lo : lo + numel]
             staged = stage.tensor[: piece.numel() * x.element_size()].view(x.dtype)
             inner = bind(staged)
-            calls += [copying(staged, piece), inner, copying(piece, staged)]
+            calls += [make_copy(staged, piece), inner, make_copy(piece, staged)]
             inners.append(inner)
         return Compiled(calls, inners)
 
@@ -435,12 +435,12 @@ def at_address(x: torch.Tensor) -> torch.Tensor:
     return tensor_at(x.data_ptr(), x.numel(), x.dtype)
 
 
-def copying(into: torch.Tensor, of: torch.Tensor) -> Call:
+def make_copy(into: torch.Tensor, source: torch.Tensor) -> Call:
     """Return a call that copies between the addresses of two tensors, and converts the dtype if they differ."""
-    return executor.make_copy(at_address(into), at_address(of))
+    return executor.make_copy(at_address(into), at_address(source))
 
 
-def scaling(x: torch.Tensor, reduction: Reduction) -> list[Call]:
+def make_scaling(x: torch.Tensor, reduction: Reduction) -> list[Call]:
     """Return the calls that divide the library's sum at x's address, for an average."""
     return executor.make_scaling(at_address(x), reduction.scale)
 

@@ -23,8 +23,8 @@ from mpitrain.comm.collectives.binding import (
     Binder,
     CollectiveOperation,
     Invocation,
-    copying,
     library_volume,
+    make_copy,
     offsets,
 )
 from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes
@@ -138,7 +138,7 @@ def _bind_all_gather(binder: Binder, out: Tensor, x: Tensor, algorithm: str, cou
     if bounds[-1] == 0:
         return NOTHING
     own_block = tensor_at(out.data_ptr() + bounds[rank] * item, blocks[rank], x.dtype)
-    place = [] if own_block.data_ptr() == x.data_ptr() or not blocks[rank] else [copying(own_block, x)]
+    place = [] if own_block.data_ptr() == x.data_ptr() or not blocks[rank] else [make_copy(own_block, x)]
     if binder.topology.size == 1:
         return Compiled(place)
     read = x if place else out  # the memory that other ranks of the node would read

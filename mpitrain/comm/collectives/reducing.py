@@ -26,10 +26,10 @@ from mpitrain.comm.collectives.binding import (
     Binder,
     CollectiveOperation,
     Invocation,
-    copying,
     library_volume,
+    make_copy,
+    make_scaling,
     offsets,
-    scaling,
 )
 from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes
 from mpitrain.comm.collectives.moving import ALL_GATHER
@@ -172,7 +172,7 @@ def _bind_all_reduce(
         call, pieces = binder.comm.Allreduce, typed_buffers(x)
         calls = [partial(call, MPI.IN_PLACE, piece, reduction.operation.mpi) for piece in pieces]
         volume = library_volume(binder.topology, "all_reduce", x.nbytes)
-        return Compiled([*calls, *scaling(x, reduction)], volume=volume)
+        return Compiled([*calls, *make_scaling(x, reduction)], volume=volume)
     if chosen.reach:
         arena, neighbours = binder.reach(x)
         if neighbours is not None:
@@ -244,7 +244,7 @@ def _bind_reduce(binder: Binder, x: Tensor, op: str, root: int, algorithm: str) 
         for piece in typed_buffers(x):
             send, receive = (MPI.IN_PLACE, piece) if at_root else (piece, None)
             calls.append(partial(comm.Reduce, send, receive, reduction.operation.mpi, root))
-        calls += scaling(x, reduction) if at_root else []
+        calls += make_scaling(x, reduction) if at_root else []
         return Compiled(calls, volume=library_volume(binder.topology, "reduce", x.nbytes, root))
     program = binder.program(chosen, setting)
     if chosen.reach:
@@ -348,7 +348,7 @@ def _bind_reduce_scatter(
     if x.numel() == 0:
         return NOTHING
     if binder.topology.size == 1:
-        return Compiled([copying(out, x)])
+        return Compiled([make_copy(out, x)])
     blocks = counts or [out.numel()] * binder.topology.size
     setting = binder.setting(x, reproducible=reproducible, block=max(blocks) * x.element_size())
     name = binder.choose(selection.REDUCE_SCATTER, algorithm, setting)
@@ -358,7 +358,7 @@ def _bind_reduce_scatter(
     if x.dtype in HALVES and (program is None or program.sends_partial_sums):
         wide, sums = torch.empty(x.numel(), dtype=torch.float32), torch.empty(out.numel(), dtype=torch.float32)
         inner = _bind_reduce_scatter(binder, wide, sums, op, counts, name, False)
-        return Compiled([copying(wide, x), inner, copying(out, sums)], [inner, wide, sums])
+        return Compiled([make_copy(wide, x), inner, make_copy(out, sums)], [inner, wide, sums])
     if program is None and reduction.library_saturates:
         return _bind_reduce_scatter(binder, x, out, op, counts, "halving", False)
     if program is None:
@@ -371,7 +371,7 @@ def _bind_reduce_scatter(
     whole = torch.empty(x.numel(), dtype=x.dtype)
     inner = binder.compile(program, replace(layout, target=whole.data_ptr()), reduction)
     first = offsets(blocks)[binder.topology.rank]
-    return Compiled([inner, copying(out, whole[first : first + out.numel()])], [inner, whole])
+    return Compiled([inner, make_copy(out, whole[first : first + out.numel()])], [inner, whole])
 
 
 REDUCE_SCATTER = CollectiveOperation(
@@ -394,9 +394,9 @@ def _library_reduce_scatter(
         call = partial(binder.comm.Reduce_scatter_block, send, receive, reduction.operation.mpi)
     else:
         call = partial(binder.comm.Reduce_scatter, send, receive, list(blocks), reduction.operation.mpi)
-    back, keeps = ([], []) if result is out else ([copying(out, result)], [result])
+    back, keeps = ([], []) if result is out else ([make_copy(out, result)], [result])
     volume = library_volume(binder.topology, "reduce_scatter", [n * x.element_size() for n in blocks])
-    return Compiled([call, *scaling(result, reduction), *back], keeps, volume=volume)
+    return Compiled([call, *make_scaling(result, reduction), *back], keeps, volume=volume)
 
 
 class DeferredReductions:
