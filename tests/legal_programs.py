@@ -142,7 +142,7 @@ def expected_result(event: Event, rank: int) -> torch.Tensor | None:
     return torch.cat(parts) if event.kind == "all_to_all" else None
 
 
-class OverCommunicators:
+class CommunicatorExecutor:
     """Steps performed with mpitrain's communicators."""
 
     def __init__(self, world, groups):
@@ -195,7 +195,7 @@ class OverCommunicators:
                 comm.free()
 
 
-class OverTorch:
+class TorchExecutor:
     """Steps performed with torch.distributed and any of its backends."""
 
     def __init__(self, groups):
@@ -238,18 +238,18 @@ class OverTorch:
         work.wait(timedelta(seconds=LIMIT)) if how == "limit" else work.wait()
 
 
-def perform(program: Program, over) -> None:
+def perform(program: Program, executor) -> None:
     """Perform this rank's steps, and compare the result of every event."""
     pending = {}
-    for step in program.steps[over.rank]:
+    for step in program.steps[executor.rank]:
         event = step.event
         if step.act == "post":
-            work, result = over.post(event, later=over.rank in event.later)
-            if over.rank in event.later:
+            work, result = executor.post(event, later=executor.rank in event.later)
+            if executor.rank in event.later:
                 pending[event.number] = work, result
                 continue
         else:
             work, result = pending.pop(event.number)
-            over.wait(work, step.act)
-        expected = expected_result(event, over.rank)
+            executor.wait(work, step.act)
+        expected = expected_result(event, executor.rank)
         assert expected is None or torch.equal(result, expected), event

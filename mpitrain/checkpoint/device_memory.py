@@ -42,7 +42,7 @@ def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, mem
     device = raws[0].device
     stream = devices.new_stream(device)
     stream.wait_event(devices.record_event(device))
-    free = [devices.pinned((_BUFFER,), torch.uint8, device) for _ in range(min(_BUFFERS, len(loads)))]
+    free = [devices.empty_pinned((_BUFFER,), torch.uint8, device) for _ in range(min(_BUFFERS, len(loads)))]
     coming: deque[tuple[list[_Stretch], torch.Tensor, torch.Event]] = deque()
     waiting = iter(loads)
     while True:
@@ -132,7 +132,7 @@ def read_buffers(nbytes: int, stream: CopyStream) -> Iterator[np.ndarray]:
         nbytes: Size of a buffer in bytes.
         stream: Stream on which the caller copies to the device.
     """
-    memory = [devices.pinned((nbytes,), torch.uint8, stream.device).numpy() for _ in range(2)]
+    memory = [devices.empty_pinned((nbytes,), torch.uint8, stream.device).numpy() for _ in range(2)]
     left: deque[torch.Event] = deque()  # events after the copies from each buffer, the older one first
     for buffer in cycle(memory):
         if len(left) == len(memory):

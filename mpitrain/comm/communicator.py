@@ -416,7 +416,7 @@ class NodeCopy:
         self.tensor = tensor_at(first, numel, arena.tensor.dtype)
         program = node_copy(node.size)
         if binder.proofs is not None:
-            binder.proofs.require(program)
+            binder.proofs.prove(program)
         nothing_moves = Layout(arena.tensor.dtype, [0] * (program.chunks + 1), 0, 0)  # callers write and read
         plan = Plan(program, node, nothing_moves, None, node.Barrier, sync_calls(arena))
         self._publish = plan.bind(nothing_moves)

@@ -20,7 +20,7 @@ from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology
 from mpitrain.comm.job.traffic import Note, Volume, clock
 from mpitrain.comm.memory.buffers import as_tensor, message_buffers
-from mpitrain.comm.memory.device import current_stream, pinned, record_event
+from mpitrain.comm.memory.device import current_stream, empty_pinned, record_event
 from mpitrain.comm.runtime.work import Messages, MessageWait
 from mpitrain.errors import InputError
 
@@ -145,7 +145,7 @@ class PointToPoint(Dispatcher):
             return tensor
         buffer = tensor
         if not self._takes_addresses(device):
-            buffer = pinned(tensor.shape, tensor.dtype, device).copy_(tensor.detach(), non_blocking=True)
+            buffer = empty_pinned(tensor.shape, tensor.dtype, device).copy_(tensor.detach(), non_blocking=True)
         record_event(device).synchronize()
         return buffer
 
@@ -156,7 +156,7 @@ class PointToPoint(Dispatcher):
         if self._takes_addresses(device):
             ready.synchronize()
             return ReceiveBuffer(tensor, tensor, None)
-        return ReceiveBuffer(tensor, pinned(tensor.shape, tensor.dtype, device), ready)
+        return ReceiveBuffer(tensor, empty_pinned(tensor.shape, tensor.dtype, device), ready)
 
     def _takes_addresses(self, device: torch.device) -> bool:
         memory = self.process.device_memory

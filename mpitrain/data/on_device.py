@@ -98,7 +98,7 @@ def pin(batch: T, to: torch.device) -> T:
     def pinned(tensor: torch.Tensor) -> torch.Tensor:
         if device.is_accelerator(tensor.device) or tensor.is_pinned():
             return tensor
-        return device.pinned(tensor.shape, tensor.dtype, to).copy_(tensor)
+        return device.empty_pinned(tensor.shape, tensor.dtype, to).copy_(tensor)
 
     return mapped(pinned, batch)
 

@@ -160,7 +160,7 @@ class HostUpdate:
     def _like(self, tensor: torch.Tensor, kept: dict[int, torch.Tensor], of: FlatParameter) -> torch.Tensor:
         """Return the pinned memory of a flat parameter in the shape and dtype of `tensor`, allocated on first use."""
         if id(of) not in kept:
-            kept[id(of)] = devices.pinned(tensor.shape, tensor.dtype, self._device)
+            kept[id(of)] = devices.empty_pinned(tensor.shape, tensor.dtype, self._device)
         return kept[id(of)]
 
     def gradient(self, flat_parameter: FlatParameter) -> torch.Tensor | None:

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from mpitrain.comm import Arena, Communicator, Work
 from mpitrain.comm.communicator import NodeCopy
-from mpitrain.comm.memory.device import current_stream, is_accelerator, pinned, record_event
+from mpitrain.comm.memory.device import current_stream, empty_pinned, is_accelerator, record_event
 from mpitrain.shard.flat import FlatGroup
 from mpitrain.shard.offload import HOST, MappedFiles
 
@@ -327,7 +327,7 @@ class ShardedParameters(Parameters):
         self._groups, self._shard, self._reshard = groups, shard, reshard_after_forward
         self._arenas: list[Arena] = []
         if offload:  # in host memory, or in files (Rajbhandari et al. 2021, ZeRO-Infinity, section 5.1)
-            self._shares = [pinned((g.layout.numel // g.layout.parts,), g.dtype, g.device) for g in groups]
+            self._shares = [empty_pinned((g.layout.numel // g.layout.parts,), g.dtype, g.device) for g in groups]
             if offload != HOST:
                 files = MappedFiles(Path(offload))
                 self._shares = [files.move(share) for share in self._shares]

@@ -286,7 +286,7 @@ def _device_speeds(device: torch.device, quick: bool) -> dict[str, Any]:
     speeds["memory"] = hardware.total_memory_bytes(device)
     source, dest = (torch.ones(numel, device=device) for _ in range(2))
     speeds["memory_bandwidth"] = 2 * 4 * numel / _seconds_each(device, lambda: dest.copy_(source), seconds)
-    host = hardware.pinned([numel], torch.float32, device)
+    host = hardware.empty_pinned([numel], torch.float32, device)
     speeds["host_bandwidth"] = 4 * numel / _seconds_each(device, lambda: dest.copy_(host, non_blocking=True), seconds)
     speeds["matrix"] = {
         precision: {n: 2.0 * n**3 / _seconds_each(device, make_product(precision, n, device), seconds) for n in sizes}

@@ -72,7 +72,7 @@ def bind_scan(binder, x, op, algorithm):
     setting = binder.setting(x)
     program = binder.program(SCAN[binder.choose(SCAN, algorithm, setting)], setting)
     reduction = Reduction.of(op, x.dtype, binder.topology.size)
-    return binder.compile(program, binder.in_place(program, x), reduction)
+    return binder.compile(program, binder.layout_in_place(program, x), reduction)
 
 
 SCANNING = CollectiveOperation("scan", bind_scan, parameters=("op", "algorithm"), together=False)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from legal_programs import OverCommunicators, generate, perform
+from legal_programs import CommunicatorExecutor, generate, perform
 
 
 def run(world, monkeypatch, spare: int, seed: int) -> None:
     monkeypatch.setattr(world, "process", dataclasses.replace(world.process, spare_cores=spare, debug=False))
     program = generate(seed, world.size)
-    over = OverCommunicators(world, program.groups)
+    executor = CommunicatorExecutor(world, program.groups)
     try:
-        perform(program, over)
+        perform(program, executor)
     except BaseException as error:
         error.add_note(f"in the program of seed {seed}, rank {world.rank}")
         raise
-    over.free()
+    executor.free()
 
 
 @pytest.mark.ranks(2, 3, 4)

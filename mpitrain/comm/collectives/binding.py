@@ -226,7 +226,7 @@ class Binder:
         def make_proved() -> Program:
             program = make(setting)
             if proofs is not None:
-                proofs.require(program)
+                proofs.prove(program)
             return program
 
         return get_or_make(self._programs, (make, setting), make_proved)
@@ -268,7 +268,7 @@ class Binder:
             )
         return arena, neighbours
 
-    def place(self, x: torch.Tensor) -> str:
+    def describe_place(self, x: torch.Tensor) -> str:
         """Describe the place of x in its arena, which must be equal on all ranks of the node; "" outside an arena."""
         arena = self.arena_of(x)
         return f"byte {x.data_ptr() - arena.start} of arena {arena.name}" if arena is not None else ""
@@ -334,7 +334,7 @@ class Binder:
 
     # -- binding
 
-    def in_place(
+    def layout_in_place(
         self, program: Program, x: torch.Tensor, neighbours: Neighbours | None = None, bounds: Sequence[int] = ()
     ) -> Layout:
         """Return a layout in which x is the program's WORK, read and written in place.

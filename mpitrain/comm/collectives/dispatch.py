@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, Invocation, Ready, Tensors
-from mpitrain.comm.collectives.transports.by_programs import DeviceCall, through_host
+from mpitrain.comm.collectives.transports.by_programs import DeviceCall, perform_through_host
 from mpitrain.comm.collectives.transports.choice import DeviceMemory, Transports, Way, perform_on_one_rank
 from mpitrain.comm.job.abort import Faults
 from mpitrain.comm.job.mpi import MPI
@@ -359,7 +359,7 @@ class Dispatcher(Member):
             elif call.operation is not None:
                 self.perform(binder, call.operation, call.tensors, call.written, *call.arguments)
             else:
-                through_host(run, call.tensors, call.written)
+                perform_through_host(run, call.tensors, call.written)
 
         if not (self.journal.on and call.counts):
             run_watched(record, call.name, call.first, act)
@@ -453,7 +453,7 @@ def _may_repeat(x: Any) -> bool:
     return x.device.type == "cpu" and not x.is_complex() and (x.numel() != 1 or x.storage_offset() % 2 == 0)
 
 
-class SeveralWorks(Work):
+class CombinedWork(Work):
     """Handle of several operations that were started as one."""
 
     def __init__(self, works: Sequence[Work]) -> None:
@@ -494,7 +494,7 @@ def for_each_inner(operation: Callable[..., Work | None], *tensors: Any) -> Work
     calls = [[None if inner is None else inner[i] for inner in parts] for i in range(numbers.pop())]
     works = [operation(*inner) for inner in calls]
     begun = [work for work in works if work is not None]
-    return SeveralWorks(begun) if begun else None
+    return CombinedWork(begun) if begun else None
 
 
 def check_rank(comm: Member, rank: int) -> None:

@@ -29,7 +29,7 @@ from mpitrain.comm.collectives.binding import (
 )
 from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.memory.buffers import bytes_at, even_blocks, overlap, pieces, tensor_at, uneven_blocks
+from mpitrain.comm.memory.buffers import bytes_at, even_blocks, pieces, shares_memory, tensor_at, uneven_blocks
 from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.programs.program import chunk_bounds
 from mpitrain.comm.runtime.agreement import Call
@@ -74,8 +74,8 @@ def _bind_broadcast(binder: Binder, x: Tensor, root: int, algorithm: str) -> Com
         return Compiled(calls, volume=library_volume(binder.topology, "broadcast", x.nbytes, root))
     program = binder.program(chosen, setting)
     arena, neighbours = binder.require_reach(x, selection.BROADCAST, name) if chosen.reach else (None, None)
-    description = BROADCAST.describe(binder, x, root, name, place=binder.place(x))
-    return binder.compile(program, binder.in_place(program, x, neighbours), None, arena, description=description)
+    description = BROADCAST.describe(binder, x, root, name, place=binder.describe_place(x))
+    return binder.compile(program, binder.layout_in_place(program, x, neighbours), None, arena, description=description)
 
 
 BROADCAST = CollectiveOperation(
@@ -149,7 +149,7 @@ def _bind_all_gather(binder: Binder, out: Tensor, x: Tensor, algorithm: str, cou
     chosen = selection.ALL_GATHER[name]
     if chosen.program is None:
         volume = library_volume(binder.topology, "all_gather", [n * item for n in blocks])
-        if place and not overlap(out, x):  # the library copies less this way than in place
+        if place and not shares_memory(out, x):  # the library copies less this way than in place
             call = _library_all_gather(binder, out, blocks, bytes_at(x.data_ptr(), blocks[rank] * item))
             return Compiled([call], volume=volume)
         return Compiled([*place, _library_all_gather(binder, out, blocks, MPI.IN_PLACE)], volume=volume)
@@ -165,7 +165,7 @@ def _bind_all_gather(binder: Binder, out: Tensor, x: Tensor, algorithm: str, cou
     if arena is not None:
         find = binder.peers(read, arena)
         layout = replace(layout, peers=lambda r: find(r) - before(r))
-    where = binder.place(read) + " in place" * (read is out and arena is not None)
+    where = binder.describe_place(read) + " in place" * (read is out and arena is not None)
     description = ALL_GATHER.describe(binder, out, x, name, counts, place=where)
     inner = binder.compile(program, layout, None, arena, description=description)
     return Compiled([*place, inner], [inner])

@@ -36,7 +36,7 @@ from mpitrain.comm.collectives.moving import ALL_GATHER
 from mpitrain.comm.compression import Bucket, Compression
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Note, Volume
-from mpitrain.comm.memory.buffers import overlap, typed_buffer, typed_buffers
+from mpitrain.comm.memory.buffers import shares_memory, typed_buffer, typed_buffers
 from mpitrain.comm.memory.elements import HALVES
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.runtime.agreement import Call
@@ -161,7 +161,7 @@ def _bind_all_reduce(
         return NOTHING
     setting = binder.setting(x, reproducible=reproducible)
     if description is None:
-        description = ALL_REDUCE.describe(binder, x, op, algorithm, reproducible, place=binder.place(x))
+        description = ALL_REDUCE.describe(binder, x, op, algorithm, reproducible, place=binder.describe_place(x))
     name = binder.choose(selection.ALL_REDUCE, algorithm, setting)
     chosen, neighbours = all_reduce_algorithm(name, setting), None
     if chosen.program is None:
@@ -187,7 +187,7 @@ def _bind_all_reduce(
             x, lambda piece: _bind_all_reduce(binder, piece, op, name, reproducible, description)
         )
     return binder.compile(
-        program, binder.in_place(program, x, neighbours), reduction, binder.arena_of(x), description=description
+        program, binder.layout_in_place(program, x, neighbours), reduction, binder.arena_of(x), description=description
     )
 
 
@@ -249,11 +249,11 @@ def _bind_reduce(binder: Binder, x: Tensor, op: str, root: int, algorithm: str) 
     program = binder.program(chosen, setting)
     if chosen.reach:
         arena, neighbours = binder.require_reach(x, selection.REDUCE, name)
-        description = REDUCE.describe(binder, x, op, root, name, place=binder.place(x))
+        description = REDUCE.describe(binder, x, op, root, name, place=binder.describe_place(x))
         return binder.compile(
-            program, binder.in_place(program, x, neighbours), reduction, arena, description=description
+            program, binder.layout_in_place(program, x, neighbours), reduction, arena, description=description
         )
-    layout = binder.in_place(program, x)
+    layout = binder.layout_in_place(program, x)
     if at_root:
         return binder.compile(program, layout, reduction)
     sums = torch.empty(x.numel(), dtype=x.dtype)  # partial sums on ranks other than the root, whose x must not change
@@ -327,7 +327,7 @@ def _bind_deferred(binder: Binder, x: Tensor, out: Tensor, op: str, events: Mapp
     reduction, arena = Reduction.of(op, x.dtype, binder.topology.size), binder.arena_of(x)
     program = binder.program(_DEFERRED, binder.setting(x, block=out.numel() * x.element_size()))
     layout = _layout(binder, program, x, out, [out.numel()] * binder.topology.size, None)
-    description = REDUCE_SCATTER.describe(binder, x, out, op, None, "", False, place=binder.place(x))
+    description = REDUCE_SCATTER.describe(binder, x, out, op, None, "", False, place=binder.describe_place(x))
     layout = replace(layout, events=events, descriptions=(description, ""))
     return Compiled((), binder.plan(program, layout, reduction, arena).bind_phases(layout))
 
@@ -337,7 +337,7 @@ def _layout(
 ) -> Layout:
     """Return the layout of a reduce_scatter: x is the input, and out receives this rank's block."""
     bounds = offsets(blocks)
-    layout = binder.in_place(program, x, neighbours, bounds)
+    layout = binder.layout_in_place(program, x, neighbours, bounds)
     return replace(layout, target=out.data_ptr() - bounds[binder.topology.rank] * x.element_size())
 
 
@@ -366,7 +366,9 @@ def _bind_reduce_scatter(
     arena, neighbours = binder.require_reach(x, selection.REDUCE_SCATTER, name) if chosen.reach else (None, None)
     layout = _layout(binder, program, x, out, blocks, neighbours)
     if not program.sends_partial_sums:
-        description = REDUCE_SCATTER.describe(binder, x, out, op, counts, name, reproducible, place=binder.place(x))
+        description = REDUCE_SCATTER.describe(
+            binder, x, out, op, counts, name, reproducible, place=binder.describe_place(x)
+        )
         return binder.compile(program, layout, reduction, arena, description=description)
     whole = torch.empty(x.numel(), dtype=x.dtype)
     inner = binder.compile(program, replace(layout, target=whole.data_ptr()), reduction)
@@ -386,7 +388,7 @@ REDUCE_SCATTER = CollectiveOperation(
 def _library_reduce_scatter(
     binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int], reduction: Reduction
 ) -> Compiled:
-    result = torch.empty_like(out) if overlap(out, x) else out
+    result = torch.empty_like(out) if shares_memory(out, x) else out
     send = typed_buffer(x.data_ptr(), x.numel(), x.dtype)
     receive = typed_buffer(result.data_ptr(), result.numel(), x.dtype)
     if min(blocks) == max(blocks):

@@ -238,7 +238,7 @@ def message_buffers(tensor: torch.Tensor) -> list[list[Any]]:
     return [bytes_at(tensor.data_ptr() + lo, n) for lo, n in pieces(tensor.nbytes)]
 
 
-def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return True if two contiguous tensors have bytes of memory in common."""
     a_end, b_end = a.data_ptr() + a.numel() * a.element_size(), b.data_ptr() + b.numel() * b.element_size()
     return a.data_ptr() < b_end and b.data_ptr() < a_end

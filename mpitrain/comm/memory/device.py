@@ -208,7 +208,7 @@ def start_copy_to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """
     if not is_accelerator(tensor.device):
         return lambda: tensor
-    copy = pinned(tensor.shape, tensor.dtype, tensor.device)
+    copy = empty_pinned(tensor.shape, tensor.dtype, tensor.device)
     copy.copy_(tensor, non_blocking=True)
     copied = record_event(tensor.device)
 
@@ -219,7 +219,7 @@ def start_copy_to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return wait
 
 
-def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def empty_pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return an uninitialized tensor in pinned host memory, so that copies to and from the device are asynchronous.
 
     Args:

@@ -446,7 +446,7 @@ class Proofs:
     def __init__(self) -> None:
         self._proved: set[Hashable] = set()
 
-    def require(self, program: Program) -> None:
+    def prove(self, program: Program) -> None:
         """Prove a program unless it was proved before. A program that is too large to prove here is accepted.
 
         Raises:

@@ -23,7 +23,7 @@ from torch import Tensor
 from mpitrain.comm.algorithms import shared
 from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, offsets
 from mpitrain.comm.memory.arena import Arena
-from mpitrain.comm.memory.device import current_stream, new_stream, pin, pinned, record_event
+from mpitrain.comm.memory.device import current_stream, empty_pinned, new_stream, pin, record_event
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.runtime.agreement import describe_call
 from mpitrain.comm.runtime.executor import Compiled, Reduction
@@ -240,7 +240,7 @@ class Staged(Transport):
         operation, tensors, written, call_arguments = call
         if not operation.by_rank:
             binder = self._binder
-            through_host(
+            perform_through_host(
                 lambda *host: binder.run(operation.bind_cached(binder, *host, *call_arguments)), tensors, written
             )
             return
@@ -313,7 +313,9 @@ def span_pairs(part: TensorPart, place: Tensor, tensor: Tensor) -> list[tuple[Te
     return [(near, tensor[lo : lo + n]) for near, (lo, n) in zip(pieces, part.spans, strict=True) if n]
 
 
-def through_host(perform: Callable[..., None], tensors: Sequence[Tensor | None], written: Sequence[bool]) -> None:
+def perform_through_host(
+    perform: Callable[..., None], tensors: Sequence[Tensor | None], written: Sequence[bool]
+) -> None:
     """Perform an operation that cannot be cut on pinned host copies of its tensors.
 
     Args:
@@ -321,7 +323,7 @@ def through_host(perform: Callable[..., None], tensors: Sequence[Tensor | None],
         tensors: Tensors on a device; None where this rank has none.
         written: For each tensor, True if the operation changes it.
     """
-    host = [None if t is None else pinned(t.shape, t.dtype, t.device) for t in tensors]
+    host = [None if t is None else empty_pinned(t.shape, t.dtype, t.device) for t in tensors]
     pairs = [
         (here, there.detach(), changed)
         for here, there, changed in zip(host, tensors, written, strict=True)
@@ -414,7 +416,7 @@ class Peer(Transport):
         arena = binder.arena_of(vector)
         assert arena is not None and arena.mapped is not None
         bounds = offsets(call.value("counts") or [vector.numel() // size] * size) if len(tensors) == 2 else []
-        layout = binder.in_place(program, vector, bounds=bounds)
+        layout = binder.layout_in_place(program, vector, bounds=bounds)
         mapped = arena.mapped
         if operation.name == "reduce_scatter":
             first = bounds[binder.topology.rank] * vector.element_size()
@@ -426,7 +428,7 @@ class Peer(Transport):
                 own_block.copy_(tensors[1])
         layout = replace(layout, device=vector.device, memory=mapped.at)
         description = describe_call(
-            operation.name, vector.numel(), vector.dtype, *map(str, call.arguments), binder.place(vector)
+            operation.name, vector.numel(), vector.dtype, *map(str, call.arguments), binder.describe_place(vector)
         )
         compiled: Compiled = binder.compile(program, layout, call.reduction(size), arena, description=description)
         binder.run(binder.with_signature(description, compiled))

@@ -18,7 +18,7 @@ from mpitrain.comm.collectives.transports.by_programs import DeviceCall, Peer, S
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import all_gather_bytes
 from mpitrain.comm.memory.arena import all_agree
-from mpitrain.comm.memory.buffers import overlap
+from mpitrain.comm.memory.buffers import shares_memory
 from mpitrain.comm.memory.device import (
     current_stream,
     identity,
@@ -220,7 +220,7 @@ class Direct(Transport):
         arguments = operation.replace_arguments(arguments, algorithm="mpi", op="sum" if op == "avg" else op)
         wide = op is not None and first.dtype in HALVES
         passed = [None if t is None else t.detach().float() if wide else t.detach() for t in tensors]
-        if len(passed) == 2 and passed[0] is not None and passed[1] is not None and overlap(passed[0], passed[1]):
+        if len(passed) == 2 and passed[0] is not None and passed[1] is not None and shares_memory(passed[0], passed[1]):
             passed = [t if changed or t is None else t.clone() for t, changed in zip(passed, written, strict=True)]
         record_event(first.device).synchronize()
         self._binder.run(operation.bind(self._binder, *passed, *arguments))
