@@ -90,7 +90,7 @@ def test_memory_on_which_one_is_under_way_is_refused_to_the_next(world):
     work = world.deferred_reduce_scatter(out, slot.tensor)
     for act in (lambda: None, work.wait):
         act()
-        with pytest.raises(InputError, match="is under way; release it before"):
+        with pytest.raises(InputError, match="is still in progress; release it before"):
             world.deferred_reduce_scatter(out, slot.tensor)
     work.release()
     world.deferred_reduce_scatter(out, slot.tensor).release()
