@@ -125,8 +125,8 @@ def test_notices_silent_hosts_reads_the_settings_of_mpirun():
 
 def test_find_mpirun_returns_zero_without_mpirun(monkeypatch):
     monkeypatch.delenv("PMIX_NAMESPACE", raising=False)
-    assert launcher.find() == 0
+    assert launcher.find_mpirun() == 0
     monkeypatch.setenv("PMIX_NAMESPACE", f"prterun-here-{os.getppid()}@1")
-    assert launcher.find() == os.getppid()
+    assert launcher.find_mpirun() == os.getppid()
     monkeypatch.setenv("PMIX_NAMESPACE", "prterun-elsewhere-999999999@1")
-    assert launcher.find() == 0
+    assert launcher.find_mpirun() == 0

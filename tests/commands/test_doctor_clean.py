@@ -149,7 +149,9 @@ def test_clean_removes_what_killed_jobs_left_and_nothing_of_a_live_one(tmp_path,
             assert all(path.exists() for path in live.files | sessions), blind.stdout
             assert all(map(_runs, live.ranks))
             if sessions:
-                assert re.search(r"may be in use \(\d+\): processes outside of this container are not", blind.stdout)
+                assert re.search(
+                    r"may be in use \(\d+\): processes outside this container are not visible", blind.stdout
+                )
             assert not any(path.exists() for path in left - sessions)  # of segments the kernel knows, everywhere
             left = {path for path in left if path.exists()} | _new_segment()
 
