@@ -221,7 +221,7 @@ def test_uneven_blocks(comm, device):
         comm.reduce_scatter(out, contributions[comm.rank].to(device), "sum", algorithm, counts=counts)
         assert_equal(out, expected_reduction("sum", contributions)[first : first + counts[comm.rank]], comm.size)
 
-    table = [[(3 * a + 5 * b) % 4 for b in range(comm.size)] for a in range(comm.size)]  # a sends b so many
+    table = [[(3 * a + 5 * b) % 4 for b in range(comm.size)] for a in range(comm.size)]  # elements that a sends to b
     sent, received = table[comm.rank], [row[comm.rank] for row in table]
     x = values(sum(sent), torch.int64, comm.rank).to(device)
     out = torch.empty(sum(received), dtype=torch.int64, device=device)

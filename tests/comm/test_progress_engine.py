@@ -14,7 +14,7 @@ import torch
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.errors import CommunicationError
 
-LONG = 1_000_000  # elements: no MPI sends so many before they are asked for
+LONG = 1_000_000  # elements: no MPI library sends so long a message before its receive is posted
 LIMIT = 20.0  # seconds
 
 

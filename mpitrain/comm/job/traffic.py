@@ -5,9 +5,10 @@ for operations in the background. While it is off, it costs nothing: operations 
 count, and `TrafficCounters.on_switch` has them bound again when counting is switched.
 
 The number of bytes is known before an operation runs (`Volume`): it is computed when the operation is bound to memory,
-so counting only adds a few numbers to a row. `inside` counts bytes that this rank sends to ranks of its own node, or
-reads or writes in their memory; `between` counts bytes that it sends to ranks of other nodes. Received bytes are
-counted by the sender. Reading memory that the node holds only once, in place, moves nothing and is not counted.
+so counting only adds a few numbers to a row. `inside` counts intra-node bytes, which this rank sends to ranks of its
+own node, or reads or writes in their memory; `between` counts inter-node bytes, which it sends to ranks of other nodes.
+The sender counts a message, not its receiver. Reading memory in place that the node holds only once moves nothing and
+is not counted.
 
 Independent of the counters, a `Record` says which operation a rank is in.
 """

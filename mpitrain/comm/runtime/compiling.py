@@ -158,7 +158,7 @@ class Plan:
         self._sync, self._fence = sync, [*sync, meet, *sync]
         self._rank, self._item = comm.rank, layout.dtype.itemsize
         in_place = layout.source == layout.target
-        self._inside = self._between = 0  # bytes moved inside and between nodes in the phase being compiled
+        self._inside = self._between = 0  # intra-node and inter-node bytes of the phase being compiled
         self._written = bytearray([in_place]) * program.chunks  # 1 for each chunk of WORK that is in the target by now
         self._phases: list[tuple[list[Maker], str, Volume]] = []  # makers, event awaited before them, bytes moved
         self._scratch: list[torch.Tensor] = []
