@@ -274,7 +274,7 @@ class Communicator(PointToPoint):
             InputError: `numel` is negative or MPI cannot communicate the dtype.
         """
         if numel < 0:
-            raise InputError(f"an arena of {numel} elements is not possible; give 0 or more")
+            raise InputError(f"an arena cannot have {numel} elements; use 0 or more")
         self.require_same(describe_call(f"arena on {torch.device(device).type}", numel, dtype))
         return self.binder.allocate(numel, dtype, torch.device(device))
 
@@ -316,7 +316,9 @@ def _encode(value: Any) -> np.ndarray:
     try:
         text = json.dumps(value)
     except TypeError as error:
-        raise InputError(f"{error}; only what JSON can hold travels between ranks: send arrays as arrays") from None
+        raise InputError(
+            f"{error}; objects travel between ranks as JSON: use broadcast or all_gather for arrays"
+        ) from None
     data: np.ndarray = np.frombuffer(text.encode(), dtype=np.uint8).copy()
     return data
 

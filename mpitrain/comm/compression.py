@@ -95,7 +95,7 @@ class Compression(ABC):
             raise InputError(f"compression {self.name} cannot do op {op!r}; use sum or avg, or no compression")
         if not dtype.is_floating_point:
             kind = str(dtype).removeprefix("torch.")
-            raise InputError(f"compression {self.name} is for floating-point numbers, not {kind}; leave it out")
+            raise InputError(f"compression {self.name} is for floating-point numbers, not {kind}; use no compression")
 
     @abstractmethod
     def _reduce(self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, bucket: Bucket) -> None:
@@ -127,7 +127,7 @@ class Compression(ABC):
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the `state_dict()` of the same rank, from a run with the same number of ranks."""
         if state:
-            raise InputError(f"compression {self.name} keeps no memory, but {sorted(state)[0]!r} is to be loaded")
+            raise InputError(f"compression {self.name} has no state, but the state to load has {sorted(state)[0]!r}")
 
     def reset(self) -> None:
         """Drop all memory, to start again or with other buffers."""
@@ -186,14 +186,14 @@ class StatefulCompression(Compression):
             # addresses differ between runs
             name = f"buffer {len(self._memories)}" if key is None else str(key)
             if any(other.name == name for other in self._memories.values()):
-                raise InputError(f"compression {self.name} has another buffer of the name {name!r}; use another key")
+                raise InputError(f"compression {self.name} already has a buffer named {name!r}; use another key")
             memory = self._new_memory(x, shapes, name)
             self._fill(memory)
             self._memories[place] = memory
         elif (memory.numel, memory.dtype, memory.shapes) != (x.numel(), x.dtype, shapes):
             raise InputError(
-                f"compression {self.name} remembers {memory.name!r} as {memory.numel} elements of "
-                f"{memory.dtype} and now gets {x.numel()} of {x.dtype}, or other shapes; call reset() first"
+                f"compression {self.name} knows the buffer {memory.name!r} with {memory.numel} elements of "
+                f"{memory.dtype}, and now gets {x.numel()} of {x.dtype}, or other shapes; call reset() first"
             )
         return memory
 
@@ -372,7 +372,7 @@ class Matrix:
     columns: int
     rank: int
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
+    def view_in(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the view of this matrix in the bucket `flat`."""
         return flat[self.offset : self.offset + self.rows * self.columns].view(self.rows, self.columns)
 
@@ -428,7 +428,7 @@ def plan(numel: int, shapes: Shapes, rank: int, min_compression: float) -> Matri
         if offset < end or offset + size > numel:
             raise InputError(
                 f"compression powersgd: the parameter of shape {shape} at offset {offset} lies outside the bucket of "
-                f"{numel} elements or on another one; give each parameter's own (offset, shape)"
+                f"{numel} elements or overlaps another parameter; pass the (offset, shape) of each"
             )
         uncompressed(end, offset)
         rows = shape[0] if shape else 1
@@ -525,7 +525,7 @@ class PowerSGD(StatefulCompression):
             tensors["error"] = error
         ps = _pieces(sent, [(m.rows, m.rank) for m in matrix_plan.matrices])
         qs = _pieces(right, [(m.columns, m.rank) for m in matrix_plan.matrices])
-        errors = [m.of(error) for m in matrix_plan.matrices]
+        errors = [m.view_in(error) for m in matrix_plan.matrices]
         return _Factors(name, x.numel(), x.dtype, shapes, tensors, matrix_plan, sent, right, ps, qs, errors)
 
     def _reduce(self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, bucket: Bucket) -> None:
@@ -540,7 +540,7 @@ class PowerSGD(StatefulCompression):
         sent_rest = memory.sent[memory.plan.left :]
         if rest:
             torch.cat(rest, out=sent_rest)
-        matrices = [m.of(total) for m in memory.plan.matrices]
+        matrices = [m.view_in(total) for m in memory.plan.matrices]
         if self.error_feedback:
             for matrix, error in zip(matrices, memory.errors, strict=True):
                 matrix.add_(error)

@@ -117,12 +117,12 @@ class Letter:
                 for that.
         """
         tensor, box = _require_host_tensor(x, written=True), self._box
-        name = f"payload of a letter of rank {self.source}"
+        name = f"payload of a letter from rank {self.source}"
         if tensor.nbytes != self.payload_bytes:
             self.discard()
             raise CommunicationError(
-                f"{box.label}: a letter of rank {self.source} carries {self.payload_bytes} bytes where rank "
-                f"{box.rank} expects {tensor.nbytes}; post and receive tensors of one size and type"
+                f"{box.label}: a letter from rank {self.source} has a payload of {self.payload_bytes} bytes, but rank "
+                f"{box.rank} expects {tensor.nbytes}; post and receive tensors of the same size and type"
             )
         requests = box._receive(tensor, self.source, self._tag)
         note = box._note("recv") if box.process.journal.on else None
@@ -180,7 +180,9 @@ class Mailbox(Member):
         """
         check_rank(self, dest)
         if len(words) > WORDS:
-            raise InputError(f"{self.label}: {len(words)} words; a letter has {WORDS} at most, send more as payload")
+            raise InputError(
+                f"{self.label}: a letter of {len(words)} words is too long; send at most {WORDS}, the rest as payload"
+            )
         self._require_open()
         tensor = None if payload is None else _require_host_tensor(payload, written=False)
         nbytes = 0 if tensor is None else tensor.nbytes
@@ -210,7 +212,7 @@ class Mailbox(Member):
     def _note_letter(self, operation: str, volume: Volume, source: int, dest: int) -> Note:
         """Return an entry of the traffic counters for the next letter from rank `source` to rank `dest`."""
         key = f"{self.label}: letter from {self.world_ranks[source]} to {self.world_ranks[dest]}"
-        return Note(self.process.journal, operation, self._axis, volume, key, self.process.journal.number(key))
+        return Note(self.process.journal, operation, self._axis, volume, key, self.process.journal.next_number(key))
 
     def take(self, seconds: float) -> Letter | None:
         """Return the next letter of any rank; None if none arrives in time.
@@ -228,7 +230,7 @@ class Mailbox(Member):
         begin = clock() if self.process.journal.on else 0.0
         self._wait_until(partial(self._take_into, letters), time.monotonic() + seconds)
         if begin:
-            self.process.journal.wait(begin)
+            self.process.journal.add_wait(begin)
         return letters[0] if letters else None
 
     @contextmanager
@@ -298,7 +300,7 @@ class Mailbox(Member):
         everybody: MPI.Request | None = None
         letters: list[Letter] = []
 
-        def empty() -> bool:
+        def is_empty() -> bool:
             nonlocal everybody
             while self._take_into(letters):
                 letter = letters.pop()
@@ -308,7 +310,7 @@ class Mailbox(Member):
                 everybody = self._comm.Ibarrier()
             return everybody is not None and everybody.Test()
 
-        self._wait_until(empty)
+        self._wait_until(is_empty)
 
     def _take_into(self, letters: list[Letter]) -> bool:
         """Append the next letter to `letters` if one has arrived; return True if one had."""
@@ -369,5 +371,5 @@ def _require_host_tensor(x: torch.Tensor, *, written: bool) -> torch.Tensor:
     """Return the array as a contiguous tensor. Raises InputError if it is not in host memory."""
     tensor = as_tensor(x, written=written)
     if is_accelerator(tensor.device):
-        raise InputError(f"a payload is in host memory; this tensor is on {tensor.device}: pass x.cpu()")
+        raise InputError(f"a payload must be in host memory, but this tensor is on {tensor.device}; pass x.cpu()")
     return tensor

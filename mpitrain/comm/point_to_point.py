@@ -110,7 +110,7 @@ class PointToPoint(Dispatcher):
         source, dest = ends if operation == "send" else reversed(ends)
         key = f"{self.label}: message {tag} from {source} to {dest}"
         self.journal.count(operation, self.label, volume, begin)
-        number = 0 if other == ANY_SOURCE else self.journal.number(key)
+        number = 0 if other == ANY_SOURCE else self.journal.next_number(key)
         return Note(self.journal, operation, self.label, volume, key, number)
 
     def irecv(self, x: Any, source: int, tag: int = 0) -> Messages:
@@ -236,8 +236,8 @@ class ReceiveWork(Messages):
         place = self._receive_buffer.buffer
         if nbytes != place.nbytes:
             self._failure = (
-                f"{self._record.label}: {self._name}: a message of {nbytes} bytes arrived from rank {rank} where rank "
-                f"{self._comm.rank} expects {place.nbytes}; send and receive tensors of one size and type"
+                f"{self._record.label}: {self._name}: a message of {nbytes} bytes arrived from rank {rank}, but rank "
+                f"{self._comm.rank} expects {place.nbytes}; send and receive tensors of the same size and type"
             )
             # receive the data anyway and discard them, because their sender may wait for that
             place = torch.empty(nbytes, dtype=torch.uint8)
@@ -259,5 +259,5 @@ def _data_tags() -> range:
 def _check_tag(tag: int) -> int:
     """Return the caller's tag. Raises InputError unless it is in the range of header tags."""
     if not 0 <= tag < _data_tags().start:
-        raise InputError(f"tag {tag} is not possible; give one from 0 to {_data_tags().start - 1}")
+        raise InputError(f"tag {tag} is out of range; use one from 0 to {_data_tags().start - 1}")
     return tag

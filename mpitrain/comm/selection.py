@@ -2,8 +2,8 @@
 
 Each `Algorithm` makes its program and states its requirements. The tables list them in the order in which messages name
 them. A call uses the requested algorithm, or with "auto" the fastest possible one, or a fallback if the algorithm
-cannot serve the call. Operations select when they bind a vector to memory; `serving` selects for a setting alone,
-without any ranks. Users can add algorithms:
+cannot serve the call. Operations select when they bind a vector to memory; `select_program` selects for a setting
+alone, without any ranks. Users can add algorithms:
 
     from mpitrain.comm.selection import ALL_REDUCE, Algorithm
 
@@ -154,7 +154,7 @@ class Algorithms(dict[str, Algorithm]):
             InputError: The operation already has an algorithm of that name.
         """
         if name == "auto" or name in self:
-            raise InputError(f"{self.operation} has an algorithm {name!r} already; register yours under another name")
+            raise InputError(f"{self.operation} already has an algorithm {name!r}; register yours under another name")
         self[name] = algorithm
 
     def unregister(self, name: str) -> None:
@@ -452,7 +452,7 @@ REDUCE = Algorithms(
 TABLES = {table.operation: table for table in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE)}
 
 
-def serving(operation: str, setting: Setting, algorithm: str = "auto") -> tuple[str, Program | None]:
+def select_program(operation: str, setting: Setting, algorithm: str = "auto") -> tuple[str, Program | None]:
     """Return the algorithm that a call uses for fp32 in host memory, by the same choice as the operation itself.
 
     If an algorithm has to access a vector in private memory, the vector passes through shared staging memory. The
@@ -478,7 +478,7 @@ def serving(operation: str, setting: Setting, algorithm: str = "auto") -> tuple[
     chosen = all_reduce_algorithm(name, setting) if algorithms is ALL_REDUCE else algorithms[name]
     if chosen.reach and setting.memory == "private" and not chosen.stages:
         if algorithms is not ALL_REDUCE:
-            raise InputError(f"algorithm {name} of {operation} cannot reach private memory; use {chosen.instead}")
+            raise InputError(f"algorithm {name} of {operation} cannot access private memory; use {chosen.instead}")
         name, chosen = "ring", all_reduce_algorithm("ring", setting)
     if chosen.one_node and not setting.one_node:
         raise InputError(f"algorithm {name} of {operation} needs all ranks on one node; use {chosen.instead}")

@@ -52,12 +52,12 @@ def init(
     """
     global _world
     if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
-        raise InputError(f"init(comm=...) takes an intracommunicator of mpi4py that has this rank, not {comm!r:.80}")
+        raise InputError(f"init(comm=...) needs an mpi4py intracommunicator that contains this rank, not {comm!r:.80}")
     if _world is not None:
         if comm is not None and MPI.Comm.Compare(comm, _world._comm) not in (MPI.IDENT, MPI.CONGRUENT):
             raise InputError(
-                f"init(comm=...): the world has been made of {_world.size} ranks, and this communicator has others or "
-                "another order; a process has one world: give this one to the first init, or use world.subgroup"
+                f"init(comm=...): the world already exists with {_world.size} ranks, and this communicator has other "
+                "ranks or another order; pass it to the first call of init, or use world.subgroup"
             )
         if abort_on_error:  # an earlier call may have passed False: the backend does
             _world.process.faults.install()
@@ -113,7 +113,7 @@ def _exit_after_failed_init(error: MPI.Exception) -> NoReturn:
         time.sleep(_PATIENCE)
         os._exit(EXIT_FAILED)
     abort_start(
-        f"mpitrain: rank {first}: ranks {ranks} died on another host during init; look there, and start the job again"
+        f"mpitrain: rank {first}: ranks {ranks} died on another host during init; check it and start the job again"
     )
 
 
@@ -161,7 +161,7 @@ def carry_device_memory(way: str) -> None:
     if _world is not None:
         memory = _world.process.device_memory
         if memory.device is not None and memory.way != way:
-            raise refusal(f"device memory is carried by {memory.way} already; choose {way} before the first operation")
+            raise refusal(f"device memory already travels by {memory.way}; choose {way} before the first operation")
         memory.way = way
         _world.process.arenas.maps_devices = way in ("auto", "peer")
 
@@ -183,13 +183,14 @@ def _refuse_singletons(environment: os._Environ[str] | dict[str, str]) -> None:
         if launched > 1:
             library = MPI.Get_library_version().splitlines()[0].strip("\0 ")
             refuse(
-                f"mpirun started {launched} processes, but each sees itself alone: mpi4py uses {library}, mpirun "
-                "belongs to another MPI; use the mpirun of the same installation (python -m mpitrain.doctor)"
+                f"mpirun started {launched} processes, but each is alone in its MPI world: mpi4py uses {library}, and "
+                "mpirun belongs to another MPI; use the mpirun of the same installation (python -m mpitrain.doctor)"
             )
         return
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or 1)
     if tasks > 1:
         refuse(
-            f"Slurm has {tasks} tasks, but this process sees itself alone: start it with srun --mpi=pmi2 (MPICH), "
-            "srun --mpi=pmix (Open MPI) or mpirun, whichever the MPI was built for; srun --mpi=list shows the kinds"
+            f"Slurm has {tasks} tasks, but this process is alone in its MPI world: start it with srun --mpi=pmi2 "
+            "(MPICH), srun --mpi=pmix (Open MPI) or mpirun, as the MPI library was built; srun --mpi=list shows what "
+            "Slurm offers"
         )

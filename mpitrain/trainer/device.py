@@ -136,7 +136,7 @@ def set_threads(world: Communicator, reproducible: bool) -> None:
         reproducible: If true, use one thread.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1 if reproducible else world.process.cores.each)
+        torch.set_num_threads(1 if reproducible else world.process.cores.per_rank)
 
 
 # -- errors when the device is full

@@ -57,7 +57,7 @@ def test_hardware_threads_of_a_core_count_as_one_core(tmp_path, allowed, expecte
     assert core_of[5] == core_of[1] == 1 and siblings(tmp_path / "nothing") == {}
     for rank in range(len(allowed)):
         share = share_of(rank, allowed, core_of)
-        assert (share.each, share.spare) == expected
+        assert (share.per_rank, share.spare) == expected
 
 
 def test_the_processor_name_is_read_on_every_architecture(tmp_path):
@@ -76,7 +76,7 @@ def test_the_processor_name_is_read_on_every_architecture(tmp_path):
 
 
 def test_threads_and_spare_cores_follow_from_the_share():
-    assert [(Share(*s).each, Share(*s).spare) for s in [(8, 1), (9, 4), (8, 8), (2, 5)]] == [
+    assert [(Share(*s).per_rank, Share(*s).spare) for s in [(8, 1), (9, 4), (8, 8), (2, 5)]] == [
         (8, 7), (2, 5), (1, 0), (1, -3),
     ]  # fmt: skip
 

@@ -91,7 +91,7 @@ def test_memory_in_use_by_a_deferred_reduction_is_refused(world):
     work = world.deferred_reduce_scatter(out, slot.tensor)
     for act in (lambda: None, work.wait):
         act()
-        with pytest.raises(InputError, match="is under way; release it before"):
+        with pytest.raises(InputError, match="is still in progress; release it before"):
             world.deferred_reduce_scatter(out, slot.tensor)
     work.release()
     world.deferred_reduce_scatter(out, slot.tensor).release()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
-from reference import assert_equal, reduced, values
+from reference import assert_equal, expected_reduction, values
 from ways import take_device_addresses
 
 from mpitrain.comm import Communicator, carry_device_memory
@@ -45,7 +45,9 @@ def test_auto_measures_the_transports_and_all_ranks_choose_the_same_one(fresh, d
     for numel in (7, 100_000):
         x = values(numel, torch.float32, fresh.rank).to(device)
         fresh.all_reduce(x)
-        assert_equal(x, reduced("sum", [values(numel, torch.float32, r) for r in range(fresh.size)]), fresh.size)
+        assert_equal(
+            x, expected_reduction("sum", [values(numel, torch.float32, r) for r in range(fresh.size)]), fresh.size
+        )
 
 
 @on_pretend
@@ -162,17 +164,17 @@ def test_nccl_is_called_with_the_right_tensors(fresh, device, monkeypatch):
     for op in ("sum", "avg", "max"):
         x = everyone[rank].to(device)
         fresh.all_reduce(x, op)
-        assert_equal(x, reduced(op, everyone), size)
+        assert_equal(x, expected_reduction(op, everyone), size)
     x, out = everyone[rank].to(device), torch.empty(numel * size, device=device)
     fresh.all_gather(out, x)
     assert_equal(out, torch.cat(everyone))
     block = torch.empty(numel // size, device=device)
     fresh.reduce_scatter(block, x)
-    assert_equal(block, reduced("sum", everyone).chunk(size)[rank], size)
+    assert_equal(block, expected_reduction("sum", everyone).chunk(size)[rank], size)
     fresh.reduce(x, 1)
-    assert_equal(x, reduced("sum", everyone) if rank == 1 else everyone[rank], size)
+    assert_equal(x, expected_reduction("sum", everyone) if rank == 1 else everyone[rank], size)
     fresh.broadcast(x, 1)
-    assert_equal(x, reduced("sum", everyone), size)
+    assert_equal(x, expected_reduction("sum", everyone), size)
     assert performed == ["all_reduce"] * 3 + ["all_gather", "reduce_scatter", "reduce", "broadcast"]
     flags = torch.tensor([rank == 0, True, False], device=device)  # bool is logical here: not NCCL's sum
     fresh.all_reduce(flags)

@@ -27,7 +27,7 @@ MOST = 6 << 10  # KiB that a rank may grow by; 2,500 communicators of Open MPI a
         *(pytest.param("subgroup", mpi, marks=pytest.mark.full) for mpi in ("own", "mpich")),
     ],
 )
-def test_saves_and_groups_without_end_take_no_more_memory(tmp_path, kind, mpi, full):
+def test_repeated_saves_and_groups_do_not_leak_memory(tmp_path, kind, mpi, full):
     start = [*launcher(2), sys.executable]
     if mpi == "mpich":
         subprocess.run([ROOT / "tests/second_mpi.sh", mpi], check=True, timeout=300)

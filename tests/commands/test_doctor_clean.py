@@ -149,7 +149,9 @@ def test_clean_removes_what_killed_jobs_left_and_nothing_of_a_live_one(tmp_path,
             assert all(path.exists() for path in live.files | sessions), blind.stdout
             assert all(map(_runs, live.ranks))
             if sessions:
-                assert re.search(r"may be in use \(\d+\): processes outside of this container are not", blind.stdout)
+                assert re.search(
+                    r"may be in use \(\d+\): processes outside this container are not visible", blind.stdout
+                )
             assert not any(path.exists() for path in left - sessions)  # of segments the kernel knows, everywhere
             left = {path for path in left if path.exists()} | _new_segment()
 
@@ -162,7 +164,7 @@ def test_clean_removes_what_killed_jobs_left_and_nothing_of_a_live_one(tmp_path,
         assert all(map(_runs, live.ranks))
         listed = re.findall(r"^ *(\d+\.\d\d) MiB  (\S+)$", result.stdout, re.MULTILINE)
         assert left <= {Path(path) for _, path in listed} and not live.files & {Path(path) for _, path in listed}
-        total = re.search(r"removed (\d+) of dead jobs, (\d+\.\d\d) MiB", result.stdout)
+        total = re.search(r"removed (\d+) files and folders of dead jobs, (\d+\.\d\d) MiB", result.stdout)
         assert int(total[1]) == len(listed)
         assert float(total[2]) == pytest.approx(sum(float(size) for size, _ in listed), abs=0.01 * len(listed))
 
@@ -208,7 +210,7 @@ def test_clean_takes_only_files_of_this_user_that_have_a_name_of_the_library(tmp
         assert [path.exists() for path in removed] == [False] * len(removed)
         assert [path.exists() for path in remaining] == [True] * len(remaining)
         if SEES_ALL:
-            assert "in use (1): they are of the host another-host; run it there" in result.stdout
+            assert "in use (1): they belong to host another-host; run the command there" in result.stdout
     finally:
         for path in (*mine, not_the_librarys[0], open_one, *others):
             path.unlink(missing_ok=True)
@@ -230,4 +232,4 @@ def test_clean_leaves_session_folders_that_other_hosts_may_share(tmp_path):
 
 def test_doctor_refuses_what_it_does_not_know(forked):
     result = forked.run(*CLEAN, "--all")
-    one_line(result, "mpitrain.doctor has no --all")
+    one_line(result, "mpitrain.doctor has no option --all")

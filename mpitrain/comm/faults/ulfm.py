@@ -181,7 +181,7 @@ class UlfmFailures:
             return
         process = self.processes[rank]
         if process == min(other for other in self.processes if self.nodes[other] == self.nodes[process]):
-            print_error("mpitrain: mpirun is ended, with exit code 137, if it still waits for the lost host in 5 s")
+            print_error("mpitrain: if mpirun still waits for the lost host in 5 s, it is ended with exit code 137")
             launcher.end_soon(self.mpirun)
 
 
@@ -220,7 +220,7 @@ def begin(world: Communicator) -> Communicator:
         InputError: The MPI library does not support this, or fault tolerance is off.
     """
     launcher.require_fault_tolerance(across_nodes=world.num_nodes > 1)
-    pids, mpiruns = zip(*world.all_gather_object([os.getpid(), launcher.find()]), strict=True)
+    pids, mpiruns = zip(*world.all_gather_object([os.getpid(), launcher.find_mpirun()]), strict=True)
     neighbours: dict[int, tuple[int, int]] = {}
     for rank in range(world.size):
         if world.nodes[rank] == world.node and rank != world.rank:
@@ -230,8 +230,8 @@ def begin(world: Communicator) -> Communicator:
     first = mpirun and world.rank == mpiruns.index(mpirun)
     if world.num_nodes > 1 and first and launcher.notices_silent_hosts(mpirun):
         print_error(
-            "mpitrain: mpirun itself ends a job 8 minutes after a host fell silent, whatever the other ranks do; "
-            "to go on for longer add --prtemca oob_tcp_keepalive_time 0 to its options"
+            "mpitrain: mpirun ends the job 8 minutes after a host stops answering, even if the other ranks continue; "
+            "to prevent this, start the job with mpirun --prtemca oob_tcp_keepalive_time 0"
         )
     mpi_connections = connections.find(world.nodes, world.node, world.all_gather_object)
     failures = UlfmFailures(world.nodes, neighbours, mpirun, silence, mpi_connections)

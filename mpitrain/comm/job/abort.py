@@ -256,8 +256,8 @@ class Departure:
         """
         code = f" with exit code {self.code}" if self.code else ""
         return (
-            f"mpitrain: rank {self.rank} left: its interpreter ended{code} while rank {rank} waits for it at {line}, "
-            f"in {record.text()}; every rank must make the same calls, or raise an error to end them all"
+            f"mpitrain: rank {self.rank} has left: its Python interpreter ended{code} while rank {rank} waits for it "
+            f"at {line}, in {record.text()}; every rank must make the same calls, or raise an error to end them all"
         )
 
 

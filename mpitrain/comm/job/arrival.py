@@ -84,7 +84,9 @@ def _initialize(level: int) -> None:
         return
     code = library.MPI_Init_thread(None, None, ctypes.c_int(level), ctypes.byref(ctypes.c_int()))
     if code != MPI.SUCCESS:
-        raise InputError(f"MPI_Init_thread failed with code {code}; does mpirun belong to the MPI of mpi4py?")
+        raise InputError(
+            f"MPI_Init_thread failed with code {code}; check that mpirun belongs to the MPI library that mpi4py uses"
+        )
 
 
 @contextmanager
@@ -133,10 +135,9 @@ def _watch(complete: threading.Event, seconds: float, ranks: Collection[int]) ->
         before, absent = absent, siblings.missing()
         confirmed = [name for name in absent if name in before]
         if confirmed:
-            message = (
-                f"{' and '.join(confirmed)} of {size} is gone from {os.uname().nodename}: ended or killed before all "
-            )
-            _report(complete, f"{message}ranks had come to the start of MPI; start the job again")
+            names, host = " and ".join(confirmed), os.uname().nodename
+            message = f"{names} of {size} ended (possibly killed) on {host} before all ranks reached the start of MPI"
+            _report(complete, f"{message}; start the job again")
             return
         if time.monotonic() >= deadline:
             break
@@ -144,12 +145,12 @@ def _watch(complete: threading.Event, seconds: float, ranks: Collection[int]) ->
         return
     places = [place for place in neighbours(os.getpid()) if not ranks or place.rank in ranks]
     missing = [place for place in places if not place.is_waiting]
-    message = f"not all {len(ranks) or size} ranks came to the start of MPI in {seconds:.0f} s (comm.timeout): "
+    message = f"not all {len(ranks) or size} ranks reached the start of MPI in {seconds:.0f} s (comm.timeout): "
     if missing:
         message += "; ".join(place.text() for place in missing)
     else:
         arrived = ", ".join(str(place.rank) for place in places)
-        message += f"those of this host that can be seen did ({arrived}); look at the other hosts"
+        message += f"the visible ranks of this host did ({arrived}); check the other hosts"
     _report(complete, message, later=not missing)
 
 
@@ -179,7 +180,7 @@ def abort_start(text: str) -> NoReturn:
     """
     os.write(2, (text + "\n").encode())
     launcher.repeat_last(text)
-    if launcher.tolerates_faults() and (mpirun := launcher.find()):
+    if launcher.tolerates_faults() and (mpirun := launcher.find_mpirun()):
         launcher.end_soon(mpirun)
     time.sleep(0.2)
     os._exit(EXIT_FAILED)
@@ -244,7 +245,7 @@ class StartingRank:
 
     def text(self) -> str:
         """Return a description, for error messages, of what keeps the rank from the start of MPI."""
-        doing = _STATES.get(self.state, "has not come so far")
+        doing = _STATES.get(self.state, "has not reached it yet")
         command = command_of(self.process) or "gone"
         return f"rank {self.rank} ({command}, process {self.process} on {os.uname().nodename}) {doing}"
 

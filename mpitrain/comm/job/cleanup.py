@@ -76,7 +76,7 @@ def clean(arguments: Sequence[str]) -> int:
     """
     unknown = [a for a in arguments if a not in ("--clean", "--dry-run")]
     if unknown:
-        raise InputError(f"mpitrain.doctor has no {unknown[0]}; use --check, --tune or --clean [--dry-run]")
+        raise InputError(f"mpitrain.doctor has no option {unknown[0]}; use --check, --tune or --clean [--dry-run]")
     dry = "--dry-run" in arguments
     folders = list(dict.fromkeys([Path(SHARED_MEMORY), Path("/tmp"), Path(tempfile.gettempdir())]))
     leftovers = list(find_leftovers(folders))
@@ -89,10 +89,10 @@ def clean(arguments: Sequence[str]) -> int:
     verb = "would remove" if dry else "removed"
     where = ", ".join(map(str, folders))
     skipped = Counter(leftover.skip_reason for leftover in leftovers if leftover.skip_reason)
-    print(f"{verb} {len(dead) - failed} of dead jobs, {freed / _MIB:.2f} MiB, in {where}")
-    print(f"left {len(leftovers) - len(dead) - skipped.total()} that live processes use")
+    print(f"{verb} {len(dead) - failed} files and folders of dead jobs, {freed / _MIB:.2f} MiB, in {where}")
+    print(f"kept {len(leftovers) - len(dead) - skipped.total()} that live processes use")
     for reason, number in skipped.items():
-        print(f"left session folders that may be in use ({number}): {reason}")
+        print(f"kept session folders that may be in use ({number}): {reason}")
     return EXIT_FAILED if failed else EXIT_DONE
 
 
@@ -106,7 +106,7 @@ def find_leftovers(folders: Iterable[Path]) -> Iterator[Leftover]:
         for parent in _matching_entries(folder, re.compile(rf"ompi\..+\.{os.getuid()}"), stat.S_ISDIR):
             host = parent.name.removeprefix("ompi.").rpartition(".")[0]
             is_local = host.partition(".")[0] == os.uname().nodename.partition(".")[0]
-            reason = skip_reason or ("" if is_local else f"they are of the host {host}; run it there")
+            reason = skip_reason or ("" if is_local else f"they belong to host {host}; run the command there")
             sessions += [(path, reason) for path in _matching_entries(parent, _PART, stat.S_ISDIR)]
         for path, reason in sessions:
             files = tuple(_tree(path))
@@ -120,10 +120,11 @@ def _reason_users_are_hidden(folder: Path) -> str:
     except OSError:
         whole = False
     if not whole:
-        return "processes outside of this container are not seen here; run it on the node itself"
+        return "processes outside this container are not visible here; run the command on the node itself"
     kind = _file_system(folder)
     if kind not in _LOCAL_SYSTEMS:
-        return f"{folder} ({kind or 'of unknown kind'}) may be shared by other hosts; remove what is dead by hand"
+        kind = kind or "of unknown kind"
+        return f"{folder} ({kind}) may be shared by other hosts; remove files of dead jobs there by hand"
     return ""
 
 

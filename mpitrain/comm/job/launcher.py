@@ -36,9 +36,11 @@ _SETTING = "OMPI_MCA_mpi_ft_enable"  # what mpirun --with-ft ulfm sets
 _COLLECTIVES = "OMPI_MCA_coll"  # Open MPI's components for collectives to use, or after ^ not to use
 _ENABLED = ("1", "t", "true", "y", "yes", "enabled")  # values of a logical setting of Open MPI
 _PATIENCE = 5  # seconds in which mpirun ends by itself if it knows that all ranks have ended
-_ORDERLY = 2  # seconds after SIGTERM for mpirun to end its daemons; it hangs if the lost host's daemon does not answer
-_AGAIN = "the cause, from above: "
-_LONGEST = 60  # seconds in which mpirun ends, once a rank has failed
+_TERM_SECONDS = (
+    2  # seconds after SIGTERM for mpirun to end its daemons; it hangs if the lost host's daemon does not answer
+)
+_REPEAT_PREFIX = "the cause, from above: "
+_MAX_WAIT = 60  # seconds in which mpirun ends, once a rank has failed
 # The helper imports no site-packages and no mpitrain. A pidfd (Linux 5.3) signals the end of any process, not only of
 # a child.
 _HELPER = """
@@ -54,7 +56,7 @@ os.write(2, text.encode(errors="replace"))
 """
 
 
-def find() -> int:
+def find_mpirun() -> int:
     """Return the pid of mpirun; 0 if it runs on another machine or does not exist."""
     named = re.fullmatch(r"prterun-.*-(\d+)@\d+", os.environ.get("PMIX_NAMESPACE", ""))
     mpirun, process = int(named[1]) if named else 0, os.getppid()
@@ -82,7 +84,7 @@ def end_soon(process: int, unless: Sequence[int] = ()) -> None:
     name = command_of(process)
     living = "".join(f"kill -0 {other} 2>/dev/null && exit; " for other in unless)
     end = f'[ "$(cat /proc/{process}/comm 2>/dev/null)" = "{name}" ] && kill -%s {process}; '
-    _start_detached(["sh", "-c", f"sleep {_PATIENCE}; {living}{end % 'TERM'}sleep {_ORDERLY}; {end % 'KILL'}"])
+    _start_detached(["sh", "-c", f"sleep {_PATIENCE}; {living}{end % 'TERM'}sleep {_TERM_SECONDS}; {end % 'KILL'}"])
 
 
 def _start_detached(command: Sequence[str], stderr: int = subprocess.DEVNULL) -> None:
@@ -101,7 +103,7 @@ def repeat_last(text: str) -> None:
         text: Message, which has already been printed.
     """
     with suppress(OSError, AttributeError):  # the message is printed already; AttributeError: no pidfd
-        mpirun = find()
+        mpirun = find_mpirun()
         if not mpirun or not _is_terminal_or_pipe(mpirun) or not hasattr(os, "pidfd_open"):
             return
         line = printable(text.partition("\n")[0].removeprefix("mpitrain: "), None)
@@ -109,7 +111,7 @@ def repeat_last(text: str) -> None:
         screen = os.open(f"/proc/{mpirun}/fd/2", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             os.set_blocking(screen, True)
-            helper = ["-I", "-S", "-c", _HELPER, str(mpirun), str(_LONGEST), f"{_AGAIN}{line}\n"]
+            helper = ["-I", "-S", "-c", _HELPER, str(mpirun), str(_MAX_WAIT), f"{_REPEAT_PREFIX}{line}\n"]
             _start_detached([sys.executable, *helper], screen)
         finally:
             os.close(screen)
@@ -155,11 +157,11 @@ def require_fault_tolerance(*, across_nodes: bool) -> None:
 
     chosen = os.environ.get(_COLLECTIVES, "")
     if lacking := missing_for_faults():
-        problem = f"needs {lacking}; or use elastic.mode off, and checkpoints"
+        problem = f"needs {lacking}; or use elastic.mode off with checkpoints"
     elif MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         problem = "needs an MPI with THREAD_MULTIPLE; use another MPI"
     elif across_nodes and (not chosen or ("han" in chosen.lstrip("^").split(",")) != chosen.startswith("^")):
-        problem = "across nodes must do without Open MPI's coll/han: start the job with "
+        problem = "across nodes needs Open MPI's coll/han switched off: start the job with "
         problem += "mpirun --with-ft ulfm --mca coll ^han"
     else:
         return

@@ -194,7 +194,7 @@ class Share:
     threads: int = 0
 
     @property
-    def each(self) -> int:
+    def per_rank(self) -> int:
         """Cores per rank; at least 1, even if ranks take turns."""
         return max(1, self.cores // self.ranks)
 

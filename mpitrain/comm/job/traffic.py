@@ -5,9 +5,10 @@ for operations in the background. While it is off, it costs nothing: operations 
 count, and `TrafficCounters.on_switch` has them bound again when counting is switched.
 
 The number of bytes is known before an operation runs (`Volume`): it is computed when the operation is bound to memory,
-so counting only adds a few numbers to a row. `inside` counts bytes that this rank sends to ranks of its own node, or
-reads or writes in their memory; `between` counts bytes that it sends to ranks of other nodes. Received bytes are
-counted by the sender. Reading memory that the node holds only once, in place, moves nothing and is not counted.
+so counting only adds a few numbers to a row. `inside` counts intra-node bytes, which this rank sends to ranks of its
+own node, or reads or writes in their memory; `between` counts inter-node bytes, which it sends to ranks of other nodes.
+The sender counts a message, not its receiver. Reading memory in place that the node holds only once moves nothing and
+is not counted.
 
 Independent of the counters, a `Record` says which operation a rank is in.
 """
@@ -204,7 +205,7 @@ class TrafficCounters:
     The main thread is the one that called `start`.
 
     Attributes:
-        on: True while operations are counted.
+        on: True while operations are call_and_count.
         waited: Seconds that the main thread has spent in communication since `start`: in collectives, and waiting for
             background operations, messages and letters. Subtract two readings to get the time between them.
         on_switch: Methods called whenever counting is switched on or off.
@@ -286,7 +287,7 @@ class TrafficCounters:
         algorithm, inside, between = volume.algorithm or "none", volume.inside, volume.between
         row, main, now = self._row(operation, axis, algorithm, id(record)), self._main, clock
 
-        def counted(tensor: object) -> None:
+        def call_and_count(tensor: object) -> None:
             if first is not None:
                 first()
             begin = perform(tensor)
@@ -301,7 +302,7 @@ class TrafficCounters:
             if self._recorded is not None:
                 self.append_record(operation, axis, volume, begin, end, record.key, record.sequence)
 
-        return counted
+        return call_and_count
 
     def _row(self, operation: str, axis: str, algorithm: str, owner: int) -> Row:
         """Return the row to add to. `owner` separates rows that threads add to without a lock; 0 for locked rows."""
@@ -319,7 +320,7 @@ class TrafficCounters:
             begin: `clock()` at its beginning.
             record: Record of the operation, which is then also kept singly; None for a part of an operation, or if the
                 caller calls `append_record` itself.
-            calls: Number of operations to count; 0 for a part of an operation that is counted elsewhere.
+            calls: Number of operations to count; 0 for a part of an operation that is call_and_count elsewhere.
         """
         end = clock()
         with self._lock:
@@ -349,12 +350,12 @@ class TrafficCounters:
             moved = volume.inside, volume.between
             records.append(Communication(operation, axis, algorithm, *moved, begin, end, background, key, sequence))
 
-    def wait(self, begin: float) -> None:
+    def add_wait(self, begin: float) -> None:
         """Add to `waited` the time since `begin`, during which the calling thread waited for another thread."""
         if self.on and threading.get_ident() == self._main:
             self.waited += clock() - begin
 
-    def number(self, name: str) -> int:
+    def next_number(self, name: str) -> int:
         """Count one more message under this name (sender, receiver and tag) and return its number, starting at 1."""
         with self._lock:
             self._numbers[name] += 1
@@ -388,7 +389,7 @@ class Note(NamedTuple):
         """
         if self.counters._recorded is not None and self.key:
             key = self.key.format(source)
-            sequence = self.sequence or self.counters.number(key)
+            sequence = self.sequence or self.counters.next_number(key)
             self.counters.append_record(self.operation, self.axis, self.volume, begin, clock(), key, sequence)
 
     def count_operation(self, begin: float) -> None:

@@ -122,7 +122,7 @@ class Register:
         for rank in self._ranks:
             word = self._words[rank][0]
             if word >= number + STEP and synchronizing:
-                wrong.append(f"rank {rank} has gone on to {self._text(rank, word % STEP)}")
+                wrong.append(f"rank {rank} has already begun {self._text(rank, word % STEP)}")
             elif number <= word < number + STEP and word % STEP != digest and not word & digest & _MEETS:
                 wrong.append(f"rank {rank}: {self._text(rank, word % STEP)}")
         if wrong:
@@ -266,7 +266,7 @@ def compare(comm: MPI.Intracomm, description: str, shown: str = "", place: str =
     wrong = (
         "ranks call different operations; every rank must make the same call with the same sizes"
         if len(calls) > 1
-        else "ranks pass different parts of an arena; on a node they must lie at the same offset"
+        else "ranks pass different parts of an arena; pass the same offset on all ranks of a node"
     )
     raise CommunicationError(f"{wrong}:{table}", agreed=comm.size == MPI.COMM_WORLD.size)
 
@@ -352,7 +352,7 @@ def describe_difference(rows: Sequence[bytes], ranks: Sequence[int]) -> str:
     ]
     return (
         f"ranks call different operations: {'; '.join(texts)}. Every rank must make the same call, with the same sizes "
-        "and types, on tensors at the same place of an arena or in none"
+        "and types, on tensors at the same offset of an arena, or outside of arenas"
     )
 
 
@@ -361,7 +361,11 @@ def _is_absent(row: bytes) -> bool:
 
 
 def _text(row: bytes) -> str:
-    return "is elsewhere" if row[:_ROW_DIGEST] == _ABSENT else row[_ROW_DIGEST:].rstrip(b"\0").decode(errors="replace")
+    return (
+        "in another operation"
+        if row[:_ROW_DIGEST] == _ABSENT
+        else row[_ROW_DIGEST:].rstrip(b"\0").decode(errors="replace")
+    )
 
 
 class Board:

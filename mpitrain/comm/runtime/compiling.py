@@ -158,7 +158,7 @@ class Plan:
         self._sync, self._fence = sync, [*sync, meet, *sync]
         self._rank, self._item = comm.rank, layout.dtype.itemsize
         in_place = layout.source == layout.target
-        self._inside = self._between = 0  # bytes moved inside and between nodes in the phase being compiled
+        self._inside = self._between = 0  # intra-node and inter-node bytes of the phase being compiled
         self._written = bytearray([in_place]) * program.chunks  # 1 for each chunk of WORK that is in the target by now
         self._phases: list[tuple[list[Maker], str, Volume]] = []  # makers, event awaited before them, bytes moved
         self._scratch: list[torch.Tensor] = []
@@ -166,7 +166,7 @@ class Plan:
         self._landings: list[int] = []  # numbers of scratch areas
         self._fetches: list[int] = []
         self._transfers = Transfers(layout.neighbours) if layout.neighbours is not None else None
-        self._locals: list[Place] = []  # this rank's side of each transfer
+        self._local_places: list[Place] = []  # this rank's side of each transfer
         self._inbox_bounds = layout.inbox_bounds or [i * layout.slot for i in range(program.inbox + 1)]
         nbytes = 0 if layout.inbox else self._inbox_bounds[-1]
         self._inbox = self._new_scratch(nbytes) if nbytes else NONE  # in scratch memory, unless the layout has an inbox
@@ -189,7 +189,7 @@ class Plan:
     def bind_phases(self, layout: Layout) -> list[Compiled]:
         """Bind each phase of the program to the addresses of a layout. Only one bound program may run at a time."""
         meets = layout.board is not None
-        binding = executor.Binding(self._comm, layout, self._scratch, self._transfers, self._locals)
+        binding = executor.Binding(self._comm, layout, self._scratch, self._transfers, self._local_places)
         bound: list[Compiled] = []
         for makers, event, volume in self._phases:
             first = len(binding.all_requests)
@@ -322,12 +322,12 @@ class Plan:
     def _transfer(self, local: Place, owner: int, span: Span, *, write: bool) -> Maker:
         """Add the copies between a place here and a span of another process's WORK; return the maker of their calls."""
         assert self._transfers is not None
-        start, first, most = self._elements(span)[0], len(self._locals), LARGEST_COUNT // self._item
+        start, first, most = self._elements(span)[0], len(self._local_places), LARGEST_COUNT // self._item
         for lo in range(0, local.numel, most):
             numel = min(most, local.numel - lo)
-            self._locals.append(local._replace(start=local.start + lo, numel=numel))
+            self._local_places.append(local._replace(start=local.start + lo, numel=numel))
             self._transfers.add(owner, (start + lo) * self._item, numel * self._item, write=write)
-        return partial(executor.transfer, slice(first, len(self._locals)))
+        return partial(executor.transfer, slice(first, len(self._local_places)))
 
     def _fetch_buffer(self, slot: int, numel: int) -> Place:
         """Return scratch memory for data that is read from another process before it is combined."""

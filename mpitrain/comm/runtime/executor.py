@@ -98,9 +98,9 @@ class Reduction:
             raise InputError(f"there is no reduction {op!r}; use one of {', '.join(OPERATIONS)}")
         name = str(dtype).removeprefix("torch.")
         if dtype == torch.bool and op == "avg":
-            raise InputError("op avg has no meaning for bool; convert to float32 first")
+            raise InputError("op avg is not defined for bool; convert to float32 first")
         if op in ("min", "max") and dtype.is_complex:
-            raise InputError(f"op {op} has no meaning for {name}; complex numbers have no order")
+            raise InputError(f"op {op} is not defined for {name}; complex numbers have no order")
         operation = (_LOGICAL if dtype == torch.bool else _ARITHMETIC)[op]
         if op != "avg" or size == 1:
             return Reduction(op, dtype, operation)
@@ -487,7 +487,7 @@ def _receive(
     for status, peer, nbytes in arriving:
         if status.Get_count(MPI.BYTE) != nbytes:
             raise CommunicationError(
-                f"{status.Get_count(MPI.BYTE)} bytes arrived from rank {peer} where {nbytes} were expected; every rank "
+                f"rank {peer} sent {status.Get_count(MPI.BYTE)} bytes instead of {nbytes}; every rank "
                 "must make the same call with the same sizes and types"
             )
 

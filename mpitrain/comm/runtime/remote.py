@@ -167,5 +167,5 @@ def _transfer(function: Callable[..., int], process: int, rank: int, local: int,
     if done != nbytes:
         reason = os.strerror(ctypes.get_errno()) if done < 0 else f"only {done} of {nbytes} bytes were there"
         raise CommunicationError(
-            f"the memory of rank {rank} cannot be reached ({reason}): it has died, or passed a smaller tensor"
+            f"the memory of rank {rank} cannot be accessed ({reason}): the rank has died or passed a smaller tensor"
         )

@@ -144,7 +144,9 @@ class SplitPhase(Work):
         """
         self._name, self._phases, self._tensors, self._record, self._note = name, phases, tensors, record, note
         if any(phase.awaited_signal is not None and phase.awaited_signal.is_pending for phase in phases):
-            raise InputError(f"{record.label}: {name} on this memory is under way; release it before it begins again")
+            raise InputError(
+                f"{record.label}: {name} on this memory is still in progress; release it before starting again"
+            )
         phases[0]()
         self._next = 1
 

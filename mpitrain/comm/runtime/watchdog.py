@@ -42,7 +42,7 @@ from mpitrain.errors import EXIT_FAILED
 _QUESTION, _ANSWER = 1, 2  # message tags
 _PATIENCE = 3.0  # seconds to wait for answers
 _LOOK = 0.1  # seconds between looks for dead ranks, if the job continues without them
-_ROOM = str(Path(__file__).resolve().parents[1]) + os.sep
+_COMM_FOLDER = str(Path(__file__).resolve().parents[1]) + os.sep
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
@@ -207,7 +207,7 @@ class Watchdog:
         if self._single_threaded:
             place = self.place()
             print_error(
-                f"{late}; this MPI lets no second thread ask the other ranks, each that waits speaks for itself:\n"
+                f"{late}; this MPI library allows calls from one thread only. Each waiting rank prints its own line:\n"
                 f"  rank {self._rank}  {place['doing']!s:60}  {place['line']}"
             )
             time.sleep(_PATIENCE)  # other waiting ranks print their lines first: the end of this process ends them
@@ -234,9 +234,8 @@ class Watchdog:
                 return True
             numbers = ", ".join(map(str, silent))
             who = f"rank {numbers} does" if len(silent) == 1 else f"ranks {numbers} do"
-            late = (
-                f"mpitrain: {record.text()}: nothing has come for {seconds:.0f} s (comm.timeout), and {who} not answer"
-            )
+            silence = f"no message arrived for {seconds:.0f} s (comm.timeout), and {who} not answer"
+            late = f"mpitrain: {record.text()}: {silence}"
         spoken = any(places[r]["late"] for r in places if r < rank)  # a lower rank reports
         if spoken:  # with a failure handler, wait less: it then ends the silent ranks, and the operation fails
             self._wait(2 * _PATIENCE if self._failures is None else _PATIENCE)
@@ -293,7 +292,7 @@ def line_of(frame: FrameType) -> str:
     inner = (_PACKAGE, _TORCH)
     outside = [f for f in places if not os.path.abspath(f.filename).startswith(inner) and "runpy" not in f.filename]
     # a job run by mpitrain.train is inside the package from top to bottom
-    outside = outside or [f for f in places if not os.path.abspath(f.filename).startswith(_ROOM)]
+    outside = outside or [f for f in places if not os.path.abspath(f.filename).startswith(_COMM_FOLDER)]
     place = outside[-1] if outside else stack[-1]
     return f"{os.path.basename(place.filename)}:{place.lineno} in {place.name}"
 
@@ -301,6 +300,6 @@ def line_of(frame: FrameType) -> str:
 def _is_internal(frame: FrameType) -> bool:
     """Return True if a frame belongs to a communication thread, which has no line in the user's program."""
     return all(
-        os.path.abspath(f.filename).startswith(_ROOM) or f.filename.endswith("/threading.py")
+        os.path.abspath(f.filename).startswith(_COMM_FOLDER) or f.filename.endswith("/threading.py")
         for f in traceback.extract_stack(frame)
     )

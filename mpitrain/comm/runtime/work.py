@@ -71,7 +71,9 @@ def poll(work: Work, name: str, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while not work.done():
         if time.monotonic() > deadline:
-            raise CommunicationError(f"{name} is not complete after {timeout:g} s; is the other rank there?")
+            raise CommunicationError(
+                f"{name} is not complete after {timeout:g} s; check that the other rank makes the matching call"
+            )
         time.sleep(1e-4)
 
 
@@ -310,7 +312,7 @@ class Worker:
         with self._changed:
             complete = self._changed.wait_for(lambda: work.complete, timeout)
         if begin:
-            self._counters.wait(begin)
+            self._counters.add_wait(begin)
         return complete
 
     def drain(self) -> None:
@@ -416,7 +418,7 @@ class QueuedOperation(Work):
             self._worker.start()
             if not self._worker.wait_for(self, timeout):
                 raise CommunicationError(
-                    f"{self.name} is not complete after {timeout:g} s; does every rank of its communicator call it?"
+                    f"{self.name} is not complete after {timeout:g} s; check that every rank of the group calls it"
                 )
         if self._error is not None:
             raise self._error
