@@ -75,11 +75,11 @@ def bind_scan(binder, x, op, algorithm):
     return binder.compile(program, binder.layout_in_place(program, x), reduction)
 
 
-SCANNING = CollectiveOperation("scan", bind_scan, parameters=("op", "algorithm"), together=False)
+SCANNING = CollectiveOperation("scan", bind_scan, parameters=("op", "algorithm"), synchronizes=False)
 
 
 def scan(comm, x, op="sum", algorithm="auto", async_op=False):
-    return comm.dispatch(SCANNING.on((as_tensor(x),), (True,), op, algorithm), async_op)
+    return comm.dispatch(SCANNING.invocation((as_tensor(x),), (True,), op, algorithm), async_op)
 
 
 @pytest.fixture
