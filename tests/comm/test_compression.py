@@ -422,5 +422,5 @@ def test_the_plan_covers_a_bucket_once_and_compresses_only_large_matrices():
             assert all(a[1] < b[0] for a, b in zip(bucket_plan.rest, bucket_plan.rest[1:], strict=False))
     assert [(m.rows, m.columns) for m in plan(NUMEL, SHAPES, 1, 2).matrices] == [(12, 20), (4, 15)]
     for shapes in ([(0, (3, 4)), (8, (2,))], [(0, (30, 30))], [(-1, (2, 2))]):
-        with pytest.raises(InputError, match="outside the bucket of 336 elements or on another"):
+        with pytest.raises(InputError, match="outside the bucket of 336 elements or overlaps another"):
             plan(NUMEL, shapes, 1, 2)

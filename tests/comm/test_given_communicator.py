@@ -54,7 +54,7 @@ def test_two_halves_of_a_job_train_separately_with_one_world_each(tmp_path):
         mpi_world = MPI.COMM_WORLD
         half = mpi_world.Split(mpi_world.rank // 2)
         world = mt.init(comm=half)
-        half.Free()  # the world has its own
+        half.Free()  # the world has a duplicate of it
         assert (world.rank, world.size) == (mpi_world.rank % 2, 2)
         same = mpi_world.Split(mpi_world.rank // 2)
         assert mt.init() is world and mt.init(comm=same) is world
@@ -64,7 +64,7 @@ def test_two_halves_of_a_job_train_separately_with_one_world_each(tmp_path):
             except InputError as error:
                 assert "already exists with 2 ranks" in str(error) and "\\n" not in str(error)
             else:
-                raise AssertionError("a second world")
+                raise AssertionError("a second world was made")
         scale = 1.0 + mpi_world.rank // 2
         if mpi_world.rank < 2:
             for _ in range(50):  # a step more or less makes no difference to the other half
@@ -72,7 +72,7 @@ def test_two_halves_of_a_job_train_separately_with_one_world_each(tmp_path):
     """
     end = """
         total = np.array([1.0])
-        mpi_world.Allreduce(MPI.IN_PLACE, total)  # the halves still have each other
+        mpi_world.Allreduce(MPI.IN_PLACE, total)  # the halves can still communicate
         assert total[0] == 4
         print("done", flush=True)
     """

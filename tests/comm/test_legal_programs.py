@@ -8,7 +8,7 @@ import pytest
 from legal_programs import CommunicatorExecutor, generate, perform
 
 
-def run(world, monkeypatch, spare: int, seed: int) -> None:
+def run_program(world, monkeypatch, spare: int, seed: int) -> None:
     monkeypatch.setattr(world, "process", dataclasses.replace(world.process, spare_cores=spare, debug=False))
     program = generate(seed, world.size)
     executor = CommunicatorExecutor(world, program.groups)
@@ -24,7 +24,7 @@ def run(world, monkeypatch, spare: int, seed: int) -> None:
 @pytest.mark.parametrize("spare", [0, 1], ids=["no core", "a core"])
 def test_programs_of_messages_and_collectives_in_several_groups_complete(world, monkeypatch, spare):
     for seed in range(5):
-        run(world, monkeypatch, spare, seed)
+        run_program(world, monkeypatch, spare, seed)
 
 
 @pytest.mark.campaign
@@ -32,4 +32,4 @@ def test_programs_of_messages_and_collectives_in_several_groups_complete(world, 
 @pytest.mark.parametrize("spare", [0, 1], ids=["no core", "a core"])
 def test_many_programs_of_messages_and_collectives_in_several_groups_complete(world, monkeypatch, spare):
     for seed in range(5, 60):
-        run(world, monkeypatch, spare, seed)
+        run_program(world, monkeypatch, spare, seed)

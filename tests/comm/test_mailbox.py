@@ -136,7 +136,7 @@ def test_a_freed_mailbox_discards_pending_letters_and_leaves_nothing_in_mpi(worl
         box.post(0, [1])
 
 
-def test_a_wait_for_a_stopped_rank_ends_the_job_and_an_idle_server_does_not(tmp_path):
+def test_waiting_for_a_stopped_rank_ends_the_job(tmp_path):
     report = failed_job(
         tmp_path,
         3,
@@ -151,17 +151,17 @@ def test_a_wait_for_a_stopped_rank_ends_the_job_and_an_idle_server_does_not(tmp_
                     time.sleep(60)  # the signal may stop other threads first
                 answers.post(letter.source, letter.words)
         threading.Thread(target=serve, daemon=True).start()
-        def ask(rank, what):
-            questions.post(rank, [what])
-            assert answers.wait([rank], "pull").words == [what]  # asks
+        def request(rank, word):
+            questions.post(rank, [word])
+            assert answers.wait([rank], "pull").words == [word]  # waits
         if world.rank == 0:
-            ask(2, 1)
-            ask(1, 7)
+            request(2, 1)
+            request(1, 7)
         time.sleep(60)  # the server of rank 2 is idle for longer than an operation may take
         """,
     )
     assert re.search(r"world: mailbox answers: pull #\d did not complete in 3 s \(comm.timeout\)", report), report
     table = rows(report)
-    assert re.match(r"world: mailbox answers: pull #\d, 3 s", table[0]) and line(tmp_path, "# asks") in table[0]
+    assert re.match(r"world: mailbox answers: pull #\d, 3 s", table[0]) and line(tmp_path, "# waits") in table[0]
     assert table[1] == "does not answer: stopped, dead or cut off"
     assert table[2].startswith("not in an operation")

@@ -95,7 +95,7 @@ def test_wait_timeout_names_the_operation(world):
     with pytest.raises(CommunicationError, match=r"receive from rank \d is not complete after 0.2 s"):
         work.wait(timeout=0.2)
     assert 0.2 <= time.monotonic() - begun < 5
-    world.barrier()  # all have waited in vain
+    world.barrier()  # every rank's wait has timed out
     world.send(torch.arange(6.0), (world.rank - 1) % world.size, tag=9)
     work.wait(timeout=20)  # it can still complete
     assert received.tolist() == [0, 1, 2, 3, 4, 5]

@@ -413,7 +413,7 @@ def test_numpy_arrays_and_read_only_inputs(world):
         world.all_reduce(frozen)
 
 
-class Foreign:
+class ForeignArray:
     """An array of another library, with the protocols by which arrays are exchanged."""
 
     def __init__(self, array: object, versions: bool = True) -> None:
@@ -428,7 +428,7 @@ class Foreign:
         return self.array.__dlpack_device__()
 
 
-class ForeignOnDevice(Foreign):
+class ForeignDeviceArray(ForeignArray):
     """An array like CuPy's, with both protocols; torch can use the first one only with CUDA."""
 
     @property
@@ -451,10 +451,10 @@ class Broken:
 @pytest.mark.ranks(1, 2)
 def test_cupy_like_arrays_are_processed_in_place(comm, device):
     x = torch.full((5,), comm.rank + 1.0, device=device)
-    comm.all_reduce(ForeignOnDevice(x))
+    comm.all_reduce(ForeignDeviceArray(x))
     assert_equal(x, torch.full((5,), comm.size * (comm.size + 1) / 2))
     out = torch.empty(5 * comm.size, device=device)
-    comm.all_gather(ForeignOnDevice(out), ForeignOnDevice(x))
+    comm.all_gather(ForeignDeviceArray(out), ForeignDeviceArray(x))
     assert_equal(out, torch.full((5 * comm.size,), comm.size * (comm.size + 1) / 2))
 
 
@@ -487,7 +487,7 @@ def test_read_only_arrays_of_other_libraries_are_never_written(world, kind):
         array = pytest.importorskip("pyarrow").array(local_values)
     else:  # JAX's arrays are immutable and say so
         local_values.flags.writeable = kind != "read-only"
-        array = Foreign(local_values, versions=kind == "read-only")
+        array = ForeignArray(local_values, versions=kind == "read-only")
     out = np.empty(3 * world.size)
     world.all_gather(out, array)
     assert (out == np.concatenate([np.arange(3.0) + rank for rank in range(world.size)])).all()
@@ -522,7 +522,7 @@ def test_read_only_arrays_of_other_libraries_are_never_written(world, kind):
         (lambda w: w.all_gather(torch.ones(2 * w.size), torch.ones(3)), r"rank [01]'s block of out has 2"),
         (lambda w: w.all_gather(torch.ones(3), torch.ones(3), counts=[9] * w.size), "sum to the 3 elements of out"),
         (lambda w: w.subgroup([0, 0]), "ranks must be different"),
-        (lambda w: w.arena(-1), "give 0 or more"),
+        (lambda w: w.arena(-1), "use 0 or more"),
     ],
 )
 def test_invalid_arguments_are_refused_by_name(world, call, message):

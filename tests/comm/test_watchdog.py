@@ -180,7 +180,7 @@ def test_a_slow_operation_does_not_end_the_job(tmp_path):
     )
 
 
-def test_the_watchdog_ends_the_job_without_calling_mpi_if_threads_are_not_allowed(tmp_path):
+def test_the_watchdog_ends_the_job_without_mpi_calls_from_threads(tmp_path):
     report = failed_job(
         tmp_path,
         3,

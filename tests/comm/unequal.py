@@ -309,10 +309,10 @@ def main(seed: int, first: int, last: int, folder: Path) -> None:
         started[0] = 0.0
         log_outcome(number, str(current[1]))
         if set(ended) != {States.AGREED} and len(set(make_case(seed, number, world.size))) > 1:
-            renewed = world.split(0)  # something may lie about in the old one
+            renewed = world.split(0)  # the old one may have pending messages
             assert renewed is not None
             cases.comm = renewed
-    os._exit(EXIT_CODE)  # what lies about would keep MPI from ending in order
+    os._exit(EXIT_CODE)  # pending messages would keep MPI_Finalize from returning
 
 
 if __name__ == "__main__":
