@@ -206,7 +206,7 @@ class Stage:
     def _recompute(self, saved: SavedForward) -> None:
         """Run forward again with a graph, from the same state of the random generators."""
         assert saved.random is not None
-        with devices.generators_kept(saved.random[-1][0]), torch.enable_grad():
+        with devices.preserve_generators(saved.random[-1][0]), torch.enable_grad():
             for device, state in saved.random:
                 devices.set_generator_state(device, state)
             x = saved.inputs[0] if saved.single else saved.inputs
