@@ -123,5 +123,5 @@ def test_a_profile_of_another_kind_of_device_is_refused_where_a_job_plans_for_it
     cuda = machine_of(MACHINES["devices"], "a test")
     assert require_device_kind(cuda, "parallel.machine a.toml", "auto", torch.device("cuda", 0)) is cuda
     for device in ("xpu", "cpu"):
-        with pytest.raises(InputError, match=f"kind cuda, and this job computes on {device}"):
+        with pytest.raises(InputError, match=f"kind cuda, but this job computes on {device}"):
             require_device_kind(cuda, "parallel.machine a.toml", "auto", torch.device(device))

@@ -103,8 +103,8 @@ def test_a_configuration_as_people_have_it_is_taken_with_what_is_off_named():
         ({"checkpoint": {"every": 100}}, "checkpoint.every"),
         ({"parallel": {"data": 3}}, "parallel.data"),
         ({"parallel": {"mode": "local"}}, "parallel.mode"),
-        ({"optim": {"lr": 0.1}}, "optim.lr beside an optimizer of your own"),
-        ({"train": {"steps": 100}}, "train.steps beside an optimizer of your own"),
+        ({"optim": {"lr": 0.1}}, "optim.lr because you pass your own optimizer"),
+        ({"train": {"steps": 100}}, "train.steps because you pass your own optimizer"),
         ({"elastic": {"mode": "shrink"}}, "elastic.mode"),
     ],
 )

@@ -67,7 +67,7 @@ def test_banner_of_a_new_run(monkeypatch):
         "  MPI          Open MPI 5.0.11",
         "  model        gpt, 429,568 parameters",
         "  data         data/mine",
-        "  samples      183,421 of 128 tokens, 2,048 held out",
+        "  samples      183,421 for training, 2,048 held out, 128 tokens each",
         "  batch        32 samples, at most 4 per rank and forward pass",
         "  steps        300 (0.0523 epochs)",
         "  precision    fp32",
@@ -77,7 +77,7 @@ def test_banner_of_a_new_run(monkeypatch):
 
 def test_banner_of_a_resumed_run():
     text = console.banner(run(step=100, tokens=0, held_out=False, warm_up="8 up to step 3"))
-    assert "\n  samples      183,421\n" in text
+    assert "\n  samples      183,421 for training\n" in text
     assert "300, resumed after step 100 (" in text
     assert text.endswith("\n  warm-up      8 up to step 3")
 

@@ -209,7 +209,7 @@ def test_no_decay_says_what_has_no_weight_decay(no_decay, decayed):
 @pytest.mark.parametrize(
     ("optim", "told"),
     [
-        ({"groups": [{"match": "0.wieght", "lr": 1e-3}]}, r"'0.wieght' is the name of no parameter.* are 0.weight,"),
+        ({"groups": [{"match": "0.wieght", "lr": 1e-3}]}, r"'0.wieght' matches no trained parameter; .* are 0.weight,"),
         ({"groups": [{"match": "0.*", "beta": 1}]}, r"match = '0.\*': AdamW has no beta; it has betas"),
         ({"groups": [{"lr": 1}]}, r"entry 1: match = None is no pattern; write match = "),
         ({"groups": [{"match": "*"}]}, r"entry 1: nothing but match; say what"),

@@ -103,7 +103,10 @@ def test_every_schedule_of_torch_gives_torchs_rates():
             {"schedule": "range-test", "schedule_options": {"lr_range_test_step_size": 2.5}},
             r"step_size: input should be a valid integer",
         ),
-        ({"name": "sgd", "schedule": "one-cycle", "schedule_options": {"cycle_momentum": True}}, r"SGD has none"),
+        (
+            {"name": "sgd", "schedule": "one-cycle", "schedule_options": {"cycle_momentum": True}},
+            r"which SGD does not have",
+        ),
         ({"schedule": "OneCycleLR", "schedule_options": {"total_steps": 9}}, r"OneCycleLR ends before train.steps: "),
         ({"schedule": "cosine", "schedule_options": {"power": 1}}, r"cosine has no power; polynomial has power"),
         ({"schedule": "cosin"}, r"input should be 'constant', 'linear'"),

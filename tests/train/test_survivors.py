@@ -151,7 +151,7 @@ def test_a_rank_lost_with_its_partner_leaves_a_whole_state_only_where_each_rank_
             state = after.state_dict()
             assert all(torch.equal(state[name], value) for name, value in expected.items())
             assert all(float(s["step"]) == 1 for s in after.optimizer.state.values() if s)
-            copies._alone = copies._alone._replace(crc=survivors.rank)  # what should be the same is not
+            copies._full_copy = copies._full_copy._replace(crc=survivors.rank)  # what should be the same is not
             assert copies.restore(survivors, _engine(survivors, zero)) is None
     world.barrier()
 

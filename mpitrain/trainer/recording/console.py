@@ -131,8 +131,9 @@ def banner(trainer: Run) -> str:
     share = -(-config.train.batch // columns)
     data = " + ".join(filter(None, data_paths(config)))
     nodes, threads = counted(properties["nodes"], "node"), counted(properties["threads"], "thread")
-    samples = f"{len(trainer.data):,}" + (f" of {trainer.tokens:,} tokens" if trainer.tokens else "")
+    samples = f"{len(trainer.data):,} for training"
     samples += f", {len(trainer.held_out):,} held out" if trainer.held_out is not None else ""
+    samples += f", {trainer.tokens:,} tokens each" if trainer.tokens else ""
     microbatch = min(config.train.microbatch or share, share)
     steps = f"{properties['steps']:,}" + (f", resumed after step {trainer.step:,}" if trainer.step else "")
     epochs = trainer.batch_sizes.before(properties["steps"]) / len(trainer.data)
