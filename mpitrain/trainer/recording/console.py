@@ -307,7 +307,8 @@ def doubtful_settings(config: Config, *, columns: int, on_cpu: bool, flags: froz
     warmup = optim.warmup if optim.schedule in DECAYS else 0
     if warmup >= train.steps > 0:
         warnings.append(
-            f"optim.warmup {warmup} lasts for all of train.steps {train.steps}, so optim.lr is hardly reached; lower it"
+            f"optim.warmup {warmup} lasts for all of train.steps {train.steps}, so optim.lr is hardly reached; lower "
+            "optim.warmup"
         )
     elif optim.schedule == "wsd":
         decay = optim.decay_steps if optim.decay_steps >= 1 else math.ceil(optim.decay_steps * train.steps)
@@ -316,7 +317,9 @@ def doubtful_settings(config: Config, *, columns: int, on_cpu: bool, flags: froz
                 f"optim.warmup {warmup} plus optim.decay_steps {decay:g} is above train.steps {train.steps}; lower one"
             )
     if optim.lr_end > optim.lr:
-        warnings.append(f"optim.lr_end {optim.lr_end:g} is above optim.lr {optim.lr:g}, so the rate rises")
+        warnings.append(
+            f"optim.lr_end {optim.lr_end:g} is above optim.lr {optim.lr:g}, so the learning rate rises; lower optim.lr_end"
+        )
     sizes = train.batch_sizes
     least = min(sizes.after(0))
     if least < columns:
@@ -324,7 +327,9 @@ def doubtful_settings(config: Config, *, columns: int, on_cpu: bool, flags: froz
             f"{sizes.key(least)} {least} leaves {columns - least} of {columns} ranks without a sample; raise it"
         )
     if sum(steps for steps, _ in sizes.warmup) >= train.steps > 0:
-        warnings.append(f"train.batch_warmup lasts for all of train.steps {train.steps}, so train.batch is never used")
+        warnings.append(
+            f"train.batch_warmup lasts for all of train.steps {train.steps}, so train.batch is never used; shorten it"
+        )
     return warnings
 
 
