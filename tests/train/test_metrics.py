@@ -331,11 +331,11 @@ def test_class_weights_give_torchs_weighted_loss_of_the_whole_batch(world, folde
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"train": {"class_weights": [1, 2]}}, "has 2 weights, and the data have 4 classes"),
+        ({"train": {"class_weights": [1, 2]}}, "has 2 weights, but the data have 4 classes"),
         ({"train": {"class_weights": "balanced"}, "data": "numbers"}, "on data with classes"),
         (
             {"train": {"class_weights": "balanced"}, "model": {"factory": "train.own_metrics:with_metrics"}},
-            "the loss of your",
+            "in the loss of your",
         ),
         ({"train": {"class_weights": "balanced"}, "parallel": {"mode": "local"}}, "needs parallel.mode sync"),
     ],
