@@ -168,7 +168,7 @@ def test_metrics_are_the_same_for_all_layouts(world, place, text, layouts):
 def test_metrics_of_the_model_work_at_the_end_of_a_pipeline(world, folder, arrays):
     sections = {
         "data": {"path": arrays["classes"]},
-        "model": {"factory": "train.own_metrics:measured"},
+        "model": {"factory": "train.own_metrics:with_metrics"},
         "train": {"steps": 3, "batch": 3, "evaluate_samples": 9},
     }
     for pipeline in (1, 2):
@@ -256,9 +256,9 @@ def test_partial_sums_give_the_formulas():
     [
         ("rmse", "train.metrics rmse is not of classes, which the targets are; choose accuracy, f1,"),
         ("train.own_metrics:margn", "did you mean 'margin'"),
-        ("train.own_metrics:accuracy", "there is a figure 'accuracy' already"),
+        ("train.own_metrics:accuracy", "the name 'accuracy' is already used"),
         ("train.own_metrics:broken", "raised ValueError: no such thing (own_metrics.py:"),
-        ("train.own_metrics:crooked", "return a tensor with a number for each, or their mean"),
+        ("train.own_metrics:wrong_shape", "return one number per sample, or the mean over them"),
     ],
 )
 def test_invalid_user_metric_error_is_one_line(world, folder, arrays, metric, words):
@@ -337,13 +337,13 @@ def test_class_weights_give_the_weighted_loss_of_torch(world, folder, arrays, we
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"train": {"class_weights": [1, 2]}}, "has 2 weights, and the data have 4 classes"),
+        ({"train": {"class_weights": [1, 2]}}, "has 2 weights, but the data have 4 classes"),
         ({"train": {"class_weights": "balanced"}, "data": "numbers"}, "on data with classes"),
         (
-            {"train": {"class_weights": "balanced"}, "model": {"factory": "train.own_metrics:measured"}},
-            "the loss of your",
+            {"train": {"class_weights": "balanced"}, "model": {"factory": "train.own_metrics:with_metrics"}},
+            "in the loss of your",
         ),
-        ({"train": {"class_weights": "balanced"}, "parallel": {"mode": "local"}}, "is for parallel.mode sync"),
+        ({"train": {"class_weights": "balanced"}, "parallel": {"mode": "local"}}, "needs parallel.mode sync"),
     ],
     ids=["number", "numbers", "own", "local"],
 )

@@ -98,7 +98,7 @@ def test_steps_skipped_to_find_the_loss_scale_are_expected_only_in_fp16():
 def test_abort_after_consecutive_skipped_steps():
     nan, scale = float("nan"), LossScale.of("fp32")
     row = NonFiniteSteps().after(7, 2.0, True, scale)
-    assert [row.hopeless(step, 5) for step in (10, 11)] == [False, True] and not row.hopeless(1000, 0)
+    assert [row.should_abort(step, 5) for step in (10, 11)] == [False, True] and not row.should_abort(1000, 0)
     first = NonFiniteSteps().after(1, nan, True, scale)
-    assert [first.hopeless(step, 50) for step in (2, 3)] == [False, True] and first.hopeless(1, 1)
-    assert not NonFiniteSteps().after(1, 2.0, True, scale).hopeless(3, 50)  # its loss is finite
+    assert [first.should_abort(step, 50) for step in (2, 3)] == [False, True] and first.should_abort(1, 1)
+    assert not NonFiniteSteps().after(1, 2.0, True, scale).should_abort(3, 50)  # its loss is finite
