@@ -69,7 +69,7 @@ class VirtualWorkers:
         return VirtualWorkers(rank, ranks, workers)
 
     @property
-    def own(self) -> range:
+    def local_workers(self) -> range:
         """Numbers of this rank's virtual workers."""
         if self.idle:
             return range(0)
@@ -79,13 +79,13 @@ class VirtualWorkers:
     def share(self, size: int) -> tuple[int, int]:
         """Return this rank's samples [first, last) of a global batch of `size` samples."""
         bounds = split(size, self.count)
-        return bounds[self.own.start], bounds[self.own.stop]
+        return bounds[self.local_workers.start], bounds[self.local_workers.stop]
 
-    def within(self, size: int) -> list[tuple[int, int]]:
+    def worker_samples(self, size: int) -> list[tuple[int, int]]:
         """Return the samples [first, last) of each of this rank's workers, counted from the rank's first sample."""
         bounds = split(size, self.count)
-        start = bounds[self.own.start]
-        return [(bounds[worker] - start, bounds[worker + 1] - start) for worker in self.own]
+        start = bounds[self.local_workers.start]
+        return [(bounds[worker] - start, bounds[worker + 1] - start) for worker in self.local_workers]
 
     def rounds(self, size: int, microbatch: int) -> int:
         """Return the largest number of microbatches of any rank.
@@ -145,7 +145,7 @@ class VirtualWorkers:
             Function that waits for the device of `values` and returns the sums; NaN where a number is not finite.
         """
         everyone = values.new_zeros((self.count, *values.shape[1:]))
-        everyone[self.own.start : self.own.stop] = values
+        everyone[self.local_workers.start : self.local_workers.stop] = values
         comm.all_reduce(everyone)
         fetched = device.fetched(everyone)
         return lambda: [_sum(numbers) for numbers in fetched().T.tolist()]
@@ -178,7 +178,7 @@ class TreeSum:
             last: If true, this is the rank's last worker.
         """
         self._workers += 1
-        self._gradients.settle()
+        self._gradients.copy_in()
         finished = self._workers
         while finished % 2 == 0:  # like carrying in a binary counter
             for flat, earlier in zip(self._flat, self._waiting.pop(), strict=True):

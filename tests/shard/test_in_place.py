@@ -22,7 +22,7 @@ WIDTH = 256
 
 @pytest.fixture(autouse=True)
 def smaller(monkeypatch):
-    monkeypatch.setattr(in_place, "LEAST", WIDTH**2)
+    monkeypatch.setattr(in_place, "MIN_ELEMENTS", WIDTH**2)
 
 
 class OnePlace:
@@ -216,7 +216,7 @@ def test_training_has_the_same_bits_as_with_copies(world, options, spare_cores, 
     comm = world.split(0)
     in_place_state = trained(comm, bucket_mb=0.7, **options)
     count = len(given)
-    monkeypatch.setattr(in_place, "LEAST", 1 << 40)
+    monkeypatch.setattr(in_place, "MIN_ELEMENTS", 1 << 40)
     reference_state = trained(comm, bucket_mb=0.7, **options)
     assert all(torch.equal(in_place_state[name], reference_state[name]) for name in reference_state)
     # the first microbatch of a step, or each of them where every one is reduced

@@ -39,9 +39,9 @@ def test_replicated_parameters_give_stretches_of_the_module_itself():
     (group,) = flat_groups([layer.bias, layer.weight], bucket_mb=1)
     parameters = ReplicatedParameters([group])
     offset = group.layout.places[1].offset
-    parameters.own(0, offset + 3, offset + 6).fill_(7.0)
+    parameters.local_view(0, offset + 3, offset + 6).fill_(7.0)
     assert torch.equal(layer.weight[1], torch.full((3,), 7.0))
     assert not parameters.gathers and parameters.buffer_bytes() == 0
     assert parameters.nbytes() == (12 + 4) * 4
-    with parameters.whole(), parameters.watch_saved(lambda tensor: None):
+    with parameters.unshard_all(), parameters.watch_saved(lambda tensor: None):
         pass

@@ -114,7 +114,7 @@ def test_parameters_of_stage_3_kept_on_the_host_train_as_those_on_the_device(wor
                 losses[number] = steps_of(engine, comm, on(device, tokens), steps=3, microbatches=2)
                 account = engine.memory()
                 first, last = engine.sharding.groups[0].layout.share(0, comm.rank)
-                assert engine.sharding.parameters.own(0, first, last).is_cpu == bool(offload)
+                assert engine.sharding.parameters.local_view(0, first, last).is_cpu == bool(offload)
                 assert not offload or account.host >= account.parameters + account.states > 0
                 assert all(p.device == device for p in engine.module.parameters())
                 engine.close()
@@ -499,6 +499,6 @@ def test_sharded_parameters_look_missing_not_wrong_between_passes(world):
     steps_of(engine, world, tokens, steps=1)
     weight = engine.module.blocks[0].mlp.up.weight
     assert weight.shape == (48, 12) and bool(weight.isnan().all())
-    with engine.sharding.parameters.whole():
+    with engine.sharding.parameters.unshard_all():
         assert bool(engine.module.blocks[0].mlp.up.weight.isfinite().all())
     engine.close()

@@ -463,7 +463,7 @@ def evaluated(
     chosen = min(most or config.train.evaluate_samples, len(samples))
     pipeline = places.mesh.stages.size > 1  # divides batches itself, and returns losses on the host
     microbatch = 0 if pipeline else config.train.microbatch
-    losses = torch.zeros(len(workers.own), 2, dtype=torch.float64, device=CPU if pipeline else engine.device)
+    losses = torch.zeros(len(workers.local_workers), 2, dtype=torch.float64, device=CPU if pipeline else engine.device)
     meter.begin(losses[:, :1])
     parts = LossOfParts(samples.parts(chosen), losses)
     batches = evaluation_batches(samples, samples=chosen, batch=config.train.batch, share=workers.share)
@@ -471,7 +471,7 @@ def evaluated(
         x_of, y_of = places.mesh.take(batch.x, batch.y)
         size = min(config.train.batch, chosen - batch.position)
         done = 0
-        for worker, (lo, hi) in enumerate(workers.within(size)):
+        for worker, (lo, hi) in enumerate(workers.worker_samples(size)):
             meter.worker, place = worker, batch.position + batch.first + lo
             for x, y in microbatches(x_of[lo:hi], y_of[lo:hi], microbatch):
                 loss = engine.evaluate(x, y, meter.see)
