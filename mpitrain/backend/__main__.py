@@ -15,7 +15,7 @@ import socket
 import sys
 
 from mpitrain import early
-from mpitrain.backend.registration import publish, take_over
+from mpitrain.backend.registration import set_environment, use_for_all_groups
 from mpitrain.errors import refusal
 
 USAGE = "usage: mpirun -n N python -m mpitrain.backend [-m] SCRIPT [ARGUMENTS...]"
@@ -33,10 +33,10 @@ def main(arguments: list[str]) -> None:
 
     world = init()
     as_module, words = _script(arguments)
-    publish(world)
+    set_environment(world)
     os.environ.setdefault("MASTER_ADDR", world.broadcast_object(socket.gethostname()))  # for scripts that read them;
     os.environ.setdefault("MASTER_PORT", "29500")  # nothing listens there
-    take_over()
+    use_for_all_groups()
     sys.argv, script = words, words[0]
     try:
         if as_module:

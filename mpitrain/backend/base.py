@@ -28,7 +28,7 @@ class ArgumentError(InputError, ValueError):
     """Error in an argument of a process group."""
 
 
-def translation(error: BaseException) -> BaseException:
+def translate_error(error: BaseException) -> BaseException:
     """Return the process-group error for an error of the communicator; return any other error unchanged."""
     if isinstance(error, CommunicationError) and not isinstance(error, GroupError):
         return GroupError(str(error), agreed=error.agreed)

@@ -46,7 +46,7 @@ from mpitrain.layout.boxes import Box, Slice, compose, divided_by, logical_of, m
 from mpitrain.tensor.axis import Axis, all_gather, copy, gather, reduce, reduce_scatter, scatter
 
 SEQUENCE = -2  # dimension of the sequence
-Keeping = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class _ParallelLinear(nn.Module):
@@ -117,7 +117,7 @@ class ColumnParallelLinear(_ParallelLinear):
         if not (isinstance(column_input, ColumnInput) and column_input.is_for(x)):
             column_input = ColumnInput(x, self.axis, self.sequence)
             self.axis.column_input = column_input if self.paired else None
-        with saved_tensors_hooks(*column_input.keeping) if column_input.keeping else nullcontext():
+        with saved_tensors_hooks(*column_input.saved_hooks) if column_input.saved_hooks else nullcontext():
             y = functional.linear(column_input.whole, self.weight.t() if self.transposed else self.weight, self.bias)
         if self.gather_output:
             return gather(y, self.axis, -1)
@@ -190,36 +190,36 @@ class ColumnInput:
 
     Attributes:
         whole: Whole input; with `sequence`, gathered from the ranks' parts.
-        keeping: Hooks with which autograd saves the input, with `sequence`; otherwise None.
+        saved_hooks: Hooks with which autograd saves the input, with `sequence`; otherwise None.
     """
 
     def __init__(self, x: torch.Tensor, axis: Axis, sequence: bool) -> None:
         self._x, self._version, self._graph = x, x._version, torch.is_grad_enabled()
-        self.keeping: Keeping | None = None
+        self.saved_hooks: SavedTensorHooks | None = None
         if not sequence or axis.size == 1:
             self.whole = copy(x, axis)
             return
         if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
             x = x.to(torch.get_autocast_dtype(x.device.type))  # as autocast would, but before the exchange
         self.whole = all_gather(x, axis, SEQUENCE)
-        self.keeping = _only_the_part(self.whole, x.detach(), axis)
+        self.saved_hooks = _save_part_hooks(self.whole, x.detach(), axis)
 
     def is_for(self, x: torch.Tensor) -> bool:
         """Return True if this input was made from `x` in the present grad mode, and `x` has not changed since."""
         return self._x is x and self._version == x._version and self._graph == torch.is_grad_enabled()
 
 
-def _only_the_part(whole: torch.Tensor, part: torch.Tensor, axis: Axis) -> Keeping:
+def _save_part_hooks(whole: torch.Tensor, part: torch.Tensor, axis: Axis) -> SavedTensorHooks:
     """Return hooks by which autograd saves this rank's part instead of the whole, and gathers it in backward."""
     storage, numel, tag = whole.untyped_storage()._cdata, whole.numel(), axis.new_tag()  # fake tensors have no address
 
-    def keep(saved: torch.Tensor) -> Any:
+    def pack(saved: torch.Tensor) -> Any:
         return saved.shape if saved.numel() == numel and saved.untyped_storage()._cdata == storage else saved
 
-    def bring(kept: Any) -> torch.Tensor:
-        return axis.all_gather(part, SEQUENCE, tag)[0].view(kept) if isinstance(kept, torch.Size) else kept
+    def unpack(packed: Any) -> torch.Tensor:
+        return axis.all_gather(part, SEQUENCE, tag)[0].view(packed) if isinstance(packed, torch.Size) else packed
 
-    return keep, bring
+    return pack, unpack
 
 
 class ColumnParallelLora(ColumnParallelLinear):
@@ -421,7 +421,7 @@ def in_heads(name: str, sections: Sequence[int], parent: nn.Module, ranks: int, 
         if rest or unit < 1:
             raise refusal(f"{name}: {section} features are not heads of {unit}; give the right number of heads")
         if count % ranks:
-            raise _unshareable(name, count, ranks, "heads" if section == sections[0] else "key-value heads")
+            raise _uneven_heads_error(name, count, ranks, "heads" if section == sections[0] else "key-value heads")
     return Features(tuple(sections), unit)
 
 
@@ -448,7 +448,7 @@ def localize_heads(name: str, parent: nn.Module, ranks: int, planned: Sequence[s
         )
     for key, count in counts.items():
         if count % ranks:
-            raise _unshareable(f"{name}.{key}", count, ranks)
+            raise _uneven_heads_error(f"{name}.{key}", count, ranks)
     return {key: count // ranks for key, count in (counts | _numbers(parent, _WIDTHS)).items()}
 
 
@@ -473,7 +473,7 @@ def _numbers(parent: nn.Module, names: Sequence[str]) -> dict[str, int]:
     return {name: n for name, n in attributes.items() if isinstance(n, int) and not isinstance(n, bool) and n > 0}
 
 
-def _unshareable(name: str, heads: int, ranks: int, what: str = "heads") -> InputError:
+def _uneven_heads_error(name: str, heads: int, ranks: int, what: str = "heads") -> InputError:
     """Return the error that names suitable numbers of ranks and heads."""
     fitting = [n for n in range(1, heads + 1) if heads % n == 0]
     lower, upper = heads // ranks * ranks, -(-heads // ranks) * ranks

@@ -107,7 +107,7 @@ def parallelize(
         InputError: On all ranks: a pattern matches nothing, a module cannot be divided as planned, layers that share a
             parameter are divided differently, or a layer stays whole without the layers that depend on it.
     """
-    styles = without_whole(model, _matched(model, plan), whole, sequence) if whole else _matched(model, plan)
+    styles = without_whole(model, _match_plan(model, plan), whole, sequence) if whole else _match_plan(model, plan)
     axis = comm if isinstance(comm, Axis) else Axis(comm)
     scattered = any(style.begins_sequence and not style.by_vocabulary for style in styles.values())
     planned = [
@@ -127,11 +127,11 @@ def parallelize(
         if module in instead and instead[module] is not module:
             setattr(_parent(model, name), name.rpartition(".")[2], instead[module])
     if sequence:
-        _divide_the_rest(model, axis, {divided_modules[each.name]: style for each, style in planned})
+        _divide_other_modules(model, axis, {divided_modules[each.name]: style for each, style in planned})
     return model
 
 
-def _matched(model: nn.Module, plan: Mapping[str, str | ParallelStyle]) -> dict[str, ParallelStyle]:
+def _match_plan(model: nn.Module, plan: Mapping[str, str | ParallelStyle]) -> dict[str, ParallelStyle]:
     """Return the styles of the modules that match the plan, by name, in the model's order, each module once."""
     names = _all_names(model)
     every = [name for each in names.values() for name in each]
@@ -139,7 +139,9 @@ def _matched(model: nn.Module, plan: Mapping[str, str | ParallelStyle]) -> dict[
         if isinstance(style, str) and style not in STYLES:
             raise refusal(f"the plan's {pattern!r} is {style!r}, which is unknown; use one of {', '.join(STYLES)}")
         if not any(fnmatchcase(name, pattern) for name in every):
-            raise refusal(f"the plan's {pattern!r} matches no module of {type(model).__name__}{_meant(pattern, every)}")
+            raise refusal(
+                f"the plan's {pattern!r} matches no module of {type(model).__name__}{_suggest_name(pattern, every)}"
+            )
     chosen: dict[str, ParallelStyle] = {}
     for first, module_names in names.items():
         matches: dict[str, ParallelStyle] = {}
@@ -166,11 +168,11 @@ def _parent(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name.rpartition(".")[0])
 
 
-def _keep_ties(model: nn.Module, planned: Sequence[PlannedModule], made: Mapping[str, nn.Module]) -> None:
+def _keep_ties(model: nn.Module, planned: Sequence[PlannedModule], divided_modules: Mapping[str, nn.Module]) -> None:
     """Make parameters that were tied before the division tied afterwards. Raises InputError if that is impossible."""
     parts: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
     for each in planned:
-        module = made[each.name]
+        module = divided_modules[each.name]
         for key, old in each.module.named_parameters(recurse=False):
             part = getattr(module, key)
             if part is old:
@@ -214,7 +216,7 @@ def _replace_criterion(model: nn.Module, vocabulary: Sequence[PlannedModule]) ->
         model.criterion = VocabularyCrossEntropy(each.axis, each.module.out_features, **options)
 
 
-def _divide_the_rest(model: nn.Module, axis: Axis, styles: Mapping[nn.Module, ParallelStyle]) -> None:
+def _divide_other_modules(model: nn.Module, axis: Axis, styles: Mapping[nn.Module, ParallelStyle]) -> None:
     """With a divided sequence, make norms and dropouts that the plan does not name work on a part of the sequence."""
     parallel = (ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding)
     for name, module in model.named_modules():
@@ -258,8 +260,8 @@ def without_whole(
     for pattern in whole:
         matches = [each for each in divided if any(fnmatchcase(name, pattern) for name in names[each])]
         if not matches:
-            meant = _meant(pattern, divided) or "; leave it out"
-            raise refusal(f"parallel.whole {pattern!r} matches no layer that the plan divides{meant}")
+            hint = _suggest_name(pattern, divided) or "; leave it out"
+            raise refusal(f"parallel.whole {pattern!r} matches no layer that the plan divides{hint}")
         left_whole.update(matches)
     users: dict[nn.Parameter, list[str]] = {}
     for name in divided:
@@ -284,7 +286,7 @@ def _all_names(model: nn.Module) -> dict[str, list[str]]:
     return {names[0]: names for names in names_of.values()}
 
 
-def _meant(pattern: str, names: Sequence[str]) -> str:
+def _suggest_name(pattern: str, names: Sequence[str]) -> str:
     """Return a hint with the name most similar to a pattern that matches none; empty if there are no names."""
     near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
     return f"; did you mean {near[0]!r}?" if near else ""
@@ -303,10 +305,10 @@ def _pairs(divided: Sequence[str], styles: Mapping[str, ParallelStyle]) -> list[
         families.setdefault(name.rpartition(".")[0], []).append(name)
     whole = [each for each in families.values() if len({styles[name].needs_row for name in each}) == 2]
     rest = [name for name in alone if not any(name in family for family in whole)]
-    return [pair for family in [*whole, rest] for pair in _in_order(family, styles)]
+    return [pair for family in [*whole, rest] for pair in _group_in_order(family, styles)]
 
 
-def _in_order(names: Sequence[str], styles: Mapping[str, ParallelStyle]) -> list[list[str]]:
+def _group_in_order(names: Sequence[str], styles: Mapping[str, ParallelStyle]) -> list[list[str]]:
     """Return groups of consecutive column and then row layers; last columns without a row join the group before."""
     groups: list[list[str]] = []
     for name in names:

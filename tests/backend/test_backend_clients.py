@@ -46,9 +46,9 @@ def test_groups_of_some_ranks(group, world):
 
 @pytest.mark.ranks(2, 3)
 def test_destroyed_groups_can_be_made_again(group, world):
-    from mpitrain.backend.process_group import place
+    from mpitrain.backend.process_group import get_registry
 
-    communicators = place().made
+    communicators = get_registry().communicators
     before = len(communicators.get((0, 1), []))
     for _ in range(3):
         pair = group.new_group([0, 1])
@@ -80,7 +80,7 @@ def test_destroyed_groups_can_be_made_again(group, world):
     for each in many:
         group.destroy_process_group(each)
     group.new_group(list(range(world.size)))
-    assert len(place().left) <= 18 < 24 <= len([comm for comms in communicators.values() for comm in comms])
+    assert len(get_registry().surpluses) <= 18 < 24 <= len([comm for comms in communicators.values() for comm in comms])
     # rank 0 destroys a group that rank 1 keeps: they agree on another communicator
     half_destroyed = group.new_group([0, 1])
     if world.rank == 0:

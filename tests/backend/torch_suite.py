@@ -128,8 +128,8 @@ def one_rank(name: str, folder: str, only: str) -> None:
 
     import mpitrain
     import mpitrain.backend
-    from mpitrain.backend.process_group import Barriers, place
-    from mpitrain.backend.registration import NAME, take_over
+    from mpitrain.backend.process_group import Barriers, get_registry
+    from mpitrain.backend.registration import NAME, use_for_all_groups
     from mpitrain.errors import CommunicationError
 
     world = mpitrain.init(timeout=LIMIT, abort_on_error=False)
@@ -138,7 +138,7 @@ def one_rank(name: str, folder: str, only: str) -> None:
     for names in common_distributed.DistTestCases.backend_feature.values():
         names.add(os.environ["BACKEND"])
     if name not in (NAME, PEER):
-        take_over()
+        use_for_all_groups()
     if name == NAME:
         with mock.patch.object(os, "environ", {**os.environ, "BACKEND": _LikeGloo(NAME)}):
             from torch.testing._internal.distributed import distributed_test as tests
@@ -154,7 +154,7 @@ def one_rank(name: str, folder: str, only: str) -> None:
     report = (shared / "told").open("a") if world.rank == 0 else None
     finished = set((shared / "done").read_text().split())
     chosen = [test for test in sorted(dir(Suite)) if test.startswith("test_") and re.search(only, test)]
-    meeting = Barriers(place().control)
+    meeting = Barriers(get_registry().control)
 
     def tell(*what: Any) -> None:
         if report is not None:

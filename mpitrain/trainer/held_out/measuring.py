@@ -46,7 +46,7 @@ from mpitrain.models.metrics import (
 )
 from mpitrain.models.task import Task
 from mpitrain.tensor.axis import Axis
-from mpitrain.tensor.vocabulary import judge, whole
+from mpitrain.tensor.vocabulary import evaluate_scores, gather_scores
 from mpitrain.trainer.data import GroupPlaces, microbatches
 from mpitrain.trainer.engine import Engine
 
@@ -160,8 +160,8 @@ class Meter:
         axis, classes = self._divided or (None, 0)
         if axis is not None:
             if self._own is not None or any(isinstance(m, (OwnMetric, Collected)) for m in self.metrics):
-                output = whole(output, axis, classes)
-            nats, guess, above = judge(shown, y, axis, classes, top=self._top)
+                output = gather_scores(output, axis, classes)
+            nats, guess, above = evaluate_scores(shown, y, axis, classes, top=self._top)
             right = y.reshape(-1)
             shown = Judged(nats, guess, above, right, right != UNCOUNTED)
         elif any(isinstance(metric, OfScores) and fits(metric, output, y) for metric in self.metrics):
