@@ -56,9 +56,8 @@ if TYPE_CHECKING:
 _HEADER = struct.Struct("6q")  # operation, dtype, tag, elements per index of the dimension, indices, bytes
 _HEADER_BYTES = 64
 _FIRST_CAPACITY = 1 << 20  # bytes of a slot at first
-_MAX_DIRECT = (
-    16 << 10
-)  # bytes up to which each of more than two ranks sums the whole tensor: one barrier instead of three
+# bytes up to which each of more than two ranks sums the whole tensor: one barrier instead of three
+_MAX_DIRECT = 16 << 10
 _MAX_VIEWS = 1024
 _SUM, _GATHER, _SCATTER = 1, 2, 3
 _NAMES = {_SUM: "all-reduce", _GATHER: "all-gather", _SCATTER: "reduce-scatter"}
@@ -209,8 +208,8 @@ class Axis:
             x: Tensor of this rank.
             dim: Dimension.
             tag: Tag that must be the same on all ranks.
-            read_bytes: Bytes that the caller then reads from the others' memory; for an all-gather, that the others read
-                from this.
+            read_bytes: Bytes that the caller then reads from the others' memory; for an all-gather, that the others
+                read from this.
 
         Returns:
             Views that are valid until the exchange after the next one; None if the ranks share no memory.
@@ -253,8 +252,9 @@ class Axis:
             # a rank with length 0 along the dimension does not know the elements per index
             if not fits or (header[3] != first[3] and not (of_any_length and 0 in (header[4], first[4]))):
                 raise CommunicationError(
-                    f"tensor axis {self.comm.label}: rank {rank} brings {_describe(header)}, rank 0 {_describe(first)}; feed "
-                    "all ranks of the tensor axis the same samples, and run the same layers in the same order",
+                    f"tensor axis {self.comm.label}: rank {rank} passes {_describe(header)}, but rank 0 passes "
+                    f"{_describe(first)}; give all ranks of the tensor axis the same samples, and run the same layers "
+                    "in the same order",
                     agreed=True,
                 )
 

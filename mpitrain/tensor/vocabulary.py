@@ -2,8 +2,8 @@
 
 The vocabulary may have any size: the parts are those of `layout.split`, without padding. The cross-entropy is computed
 from each rank's part of the scores (Shoeybi et al. 2019, section 3): the ranks exchange four numbers per token instead
-of its scores. `evaluate_scores` evaluates divided scores in the same way. If the number of classes above the right one is
-requested, it exchanges one more number per token.
+of its scores. `evaluate_scores` works in the same way. If the number of classes above the right one is requested, it
+exchanges one more number per token.
 """
 
 from __future__ import annotations

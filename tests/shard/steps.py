@@ -79,11 +79,11 @@ def steps_of(
         x, y = data(step)
         start, stop = division.share(len(x))
         mine = x[start:stop], y[start:stop]
-        largest = max(hi - lo for lo, hi in VirtualWorkers.within(VirtualWorkers(0, 1, division.count), len(x)))
+        largest = max(hi - lo for lo, hi in VirtualWorkers.worker_samples(VirtualWorkers(0, 1, division.count), len(x)))
         size = -(-largest // microbatches)
         passes = [
             [(mine[0][at : min(at + size, hi)], mine[1][at : min(at + size, hi)]) for at in range(lo, hi, size)]
-            for lo, hi in division.within(len(x))
+            for lo, hi in division.worker_samples(len(x))
         ]
         delay()
         parts = engine.forward_backward(passes, len(x), rounds=division.rounds(len(x), size))
