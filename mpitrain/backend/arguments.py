@@ -195,7 +195,7 @@ class Blocks:
         self.buffer = as_movable(self.whole)
 
     @property
-    def even(self) -> bool:
+    def is_even(self) -> bool:
         """True if all tensors have the same number of elements."""
         return len(set(self.sizes)) == 1
 

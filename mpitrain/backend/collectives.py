@@ -332,7 +332,7 @@ class GroupCollectives(Base):
         def act(reducer: Reducer, out: torch.Tensor, blocks: Tensors) -> None:
             joined = Blocks(blocks)
             joined.copy_in()
-            reducer.reduce_scatter(out, joined.whole, None if joined.even else joined.sizes)
+            reducer.reduce_scatter(out, joined.whole, None if joined.is_even else joined.sizes)
 
         signature, op_args = (lists[0], opts.reduceOp.op), ("reduce_scatter_", outputs, lists)
         return self._reduce("reduce_scatter", act, opts, outputs, lists, signature=signature, op_args=op_args)
@@ -389,7 +389,7 @@ class GroupCollectives(Base):
         def call() -> None:
             for outs, x in zip(lists, inputs, strict=True):
                 blocks = Blocks(outs)
-                self.comm.all_gather(blocks.buffer, as_source(x), counts=None if blocks.even else blocks.sizes)
+                self.comm.all_gather(blocks.buffer, as_source(x), counts=None if blocks.is_even else blocks.sizes)
                 blocks.copy_out()
 
         every = [out for outs in lists for out in outs]

@@ -224,7 +224,7 @@ class Barriers:
     """Barriers with a time limit, by messages: MPI's own barrier cannot be left before all ranks have arrived.
 
     `wait` is the dissemination barrier: in round k, rank r sends to rank r + 2^k and receives from rank r - 2^k, for
-    ceil(log2(size)) rounds. In `monitored`, each rank sends to rank 0, and then rank 0 sends to each rank.
+    ceil(log2(size)) rounds. In `wait_monitored`, each rank sends to rank 0, and then rank 0 sends to each rank.
 
     Reference: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization" (1988).
 
@@ -265,7 +265,7 @@ class Barriers:
             self._complete_by(leaving, deadline)
             distance *= 2
 
-    def monitored(self, seconds: float, wait_all_ranks: bool) -> None:
+    def wait_monitored(self, seconds: float, wait_all_ranks: bool) -> None:
         """Return when every rank has called this; otherwise rank 0 names ranks that did not.
 
         Args:
@@ -322,15 +322,15 @@ class Barriers:
 _SHORT_TIMEOUT = 300.0
 
 
-def _unsupported_error(name: str, instead: str) -> GroupError:
-    return GroupError(f'the backend "mpitrain" has no {name}; {instead}', agreed=True)
+def _unsupported_error(name: str, advice: str) -> GroupError:
+    return GroupError(f'the backend "mpitrain" has no {name}; {advice}', agreed=True)
 
 
-def _unsupported(name: str, instead: str) -> Callable[..., Any]:
+def _unsupported(name: str, advice: str) -> Callable[..., Any]:
     """Return a method that raises an error, for a feature that this backend lacks."""
 
     def refuse(*_: Any, **__: Any) -> Any:
-        raise _unsupported_error(name, instead)
+        raise _unsupported_error(name, advice)
 
     return refuse
 
@@ -444,7 +444,7 @@ class MPIProcessGroup(GroupCollectives):
             wait_all_ranks: If true, rank 0 names all missing ranks, else the first.
         """
         seconds = timeout.total_seconds() if timeout is not None else self.timeout
-        self._queue.perform(lambda: self._barriers.monitored(seconds, wait_all_ranks))
+        self._queue.perform(lambda: self._barriers.wait_monitored(seconds, wait_all_ranks))
 
     # -- memory ------------------------------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ def _init_process_group(original: Callable[..., None], **arguments: Any) -> None
     original(**arguments)
 
 
-def _meet_by_environment(original: Callable[..., Any], url: str, **kwargs: Any) -> Iterator[Any]:
+def _rendezvous_by_environment(original: Callable[..., Any], url: str, **kwargs: Any) -> Iterator[Any]:
     """Serve init_method env://: by MPI if MASTER_ADDR is not set, else by torch's own function, for other backends."""
     if os.environ.get("MASTER_ADDR"):
         yield from original(url, **kwargs)
@@ -251,18 +251,18 @@ def register() -> None:
     if NAME in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
-    register_rendezvous_handler(NAME, meet_by_mpi)
+    register_rendezvous_handler(NAME, rendezvous_by_mpi)
     _replace("init_process_group", _init_process_group)
     _replace("monitored_barrier", _monitored_barrier)
     _replace("split_group", _split_group)
     c10d._store_based_barrier = functools.partial(_store_based_barrier, c10d._store_based_barrier)
     _replace(_HELPER, functools.partial(_new_group, False))
-    _rendezvous_handlers["env"] = functools.partial(_meet_by_environment, _rendezvous_handlers["env"])
+    _rendezvous_handlers["env"] = functools.partial(_rendezvous_by_environment, _rendezvous_handlers["env"])
     register_devices()
     set_environment_early()
 
 
-def meet_by_mpi(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+def rendezvous_by_mpi(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
     """Yield store, rank and world size for a rendezvous; the numbers are MPI's.
 
     Args:

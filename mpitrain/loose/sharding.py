@@ -2,7 +2,7 @@
 
 All trained parameters have one flat layout, in buckets of equal shares, one share for each server. A worker has all of
 them in an arena. Servers of its node map that arena, read gradients there and write parameters there, so each element
-is copied once and no message carries it. A server on another node exchanges the same stretches as messages.
+is copied once and no message carries it. A server on another node exchanges the same shares as messages.
 
     worker   | bucket 0: share 0 | share 1 | bucket 1: share 0 | share 1 |      parameters; gradients too
     server 0 | share 0 of bucket 0 | share 0 of bucket 1 |
@@ -23,7 +23,7 @@ from torch import nn
 from mpitrain.comm import Arena, Communicator, Work
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.settings import Config
-from mpitrain.shard.flat import FlatGroup, flat_groups, members, numbered, units_of
+from mpitrain.shard.flat import FlatGroup, bucket_indices, flat_groups, members, units_of
 from mpitrain.shard.flat_parameters import FlatParameter, check_elementwise, sharded_flat_parameters
 from mpitrain.shard.gradients import BucketReduction, Gradients, WholeGradients
 from mpitrain.shard.parameters import Parameters, move_into, move_out
@@ -74,7 +74,7 @@ class SharedFlats:
 
     def __init__(self, groups: Sequence[FlatGroup], world: Communicator) -> None:
         self.groups, self._world = groups, world
-        self.buckets = numbered(groups)
+        self.buckets = bucket_indices(groups)
         self.parameters, self.gradients = ([world.arena(g.layout.numel, g.dtype) for g in groups] for _ in range(2))
 
     def sees(self, rank: int) -> bool:
@@ -154,7 +154,7 @@ class OwnShares:
             for group, of in zip(groups, self._whole, strict=True)
         ]
         self._flats = [torch.zeros(n, dtype=dtype) for n, dtype in zip(lengths, dtypes, strict=True)]
-        self._buckets = numbered(groups)
+        self._buckets = bucket_indices(groups)
 
     def between(self, group: int, lo: int, hi: int) -> torch.Tensor:
         """Return a view of elements [lo, hi) of a group's layout, which must be in one of the shares.
@@ -378,7 +378,7 @@ class ShareUpdate:
     """Optimizer of a server's shares.
 
     Args:
-        sharding: Sharding whose flat parameters are the server's shares, each a stretch of one bucket
+        sharding: Sharding whose flat parameters are the server's shares, each an interval of one bucket
             (`FlatParameter.bucket`).
         sums: Sums of the gradients; the flat parameters' gradients are views of them.
         published: Parameters that workers pull.

@@ -20,7 +20,7 @@ from torch import nn
 
 from mpitrain.comm.memory.device import is_accelerator, pinned
 from mpitrain.errors import refusal
-from mpitrain.shard.flat import FlatGroup, numbered
+from mpitrain.shard.flat import FlatGroup, bucket_indices
 
 # optimizers whose update of an element depends only on that element, so that each share can be updated alone
 _NAMES = "ASGD Adadelta Adagrad Adam Adamax AdamW NAdam RAdam RMSprop Rprop SGD"
@@ -137,7 +137,7 @@ def sharded_flat_parameters(
     check_elementwise(optimizer, gathered=gathered)
     settings_of = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     flat_parameters = []
-    for bucket, (g, b) in enumerate(numbered(groups)):
+    for bucket, (g, b) in enumerate(bucket_indices(groups)):
         first, last = groups[g].layout.share(b, share)
         for lo, hi, number, count, contents in _intervals(groups[g], first, last, settings_of, counted):
             if number < 0:  # the optimizer does not have these parameters
@@ -201,7 +201,7 @@ def check_elementwise(
         kind, needs_whole = type(part), getattr(part, "needs_whole", False)
         if needs_whole and not gathered:
             raise refusal(
-                f"{kind.__name__} needs whole parameters, and servers have stretches of them; use another optim.name, "
+                f"{kind.__name__} needs whole parameters, and servers have slices of them; use another optim.name, "
                 "or another parallel.mode"
             )
         if not (needs_whole or kind in ELEMENTWISE or getattr(part, "elementwise", False)):

@@ -21,7 +21,7 @@ from torch import nn
 
 from mpitrain.comm import Arena, Communicator, Work
 from mpitrain.comm.compression import Bucket, Compression
-from mpitrain.shard.flat import FlatGroup, adopt, numbered
+from mpitrain.shard.flat import FlatGroup, bucket_indices, move_gradient
 from mpitrain.shard.placement import DEFERRING, slot_count
 
 
@@ -244,7 +244,7 @@ class WholeGradients(Gradients):
             for parameter, view in zip(group.parameters, group.views(flat), strict=True):
                 self._views[parameter] = (view, flat.dtype != group.dtype)
         self._buckets = [b for g, group in enumerate(groups) for b in group.buckets(self._arenas[g].tensor)]
-        self._compressed = [reduction.compression_of(groups[g], b, (g, b)) for g, b in numbered(groups)]
+        self._compressed = [reduction.compression_of(groups[g], b, (g, b)) for g, b in bucket_indices(groups)]
         self.reduced_at_end = (
             self.flat if not sharded and reduction.compression is None and not reduction.overlaps else None
         )
@@ -268,7 +268,7 @@ class WholeGradients(Gradients):
         view, separate = self._views[parameter]
         self._pending.discard(parameter)
         if not separate:
-            adopt(parameter, view)
+            move_gradient(parameter, view)
         elif parameter.grad is not None:
             if parameter in self._stale:
                 self._stale.remove(parameter)
@@ -356,7 +356,7 @@ class ShardedGradients(Gradients):
         on_copied: Callable[[int], None] | None = None,
     ) -> None:
         self.groups, self.reduction, self._on_copied = groups, reduction, on_copied
-        self._numbers = numbered(groups)
+        self._numbers = bucket_indices(groups)
         self._compressed = [reduction.compression_of(groups[g], b, (g, b)) for g, b in self._numbers]
         parts = groups[0].layout.parts if groups else 1
         self._shards = [torch.zeros(g.layout.numel // parts, dtype=dtype or g.dtype, device=g.device) for g in groups]

@@ -37,7 +37,7 @@ from torch import nn
 from mpitrain.comm import Communicator
 from mpitrain.errors import refusal
 from mpitrain.layout.boxes import Box, Slice, logical_of
-from mpitrain.shard.flat import numbered
+from mpitrain.shard.flat import bucket_indices
 from mpitrain.shard.flat_parameters import FlatParameter
 from mpitrain.shard.sharding import Sharding
 
@@ -67,7 +67,7 @@ class MatrixPart:
         rows, columns = logical_of(self.parameter).shape
         return rows, columns
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
+    def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the elements of this part in a tensor laid out like the flat parameter; a view."""
         return flat.view(-1)[self.place : self.place + self.last - self.first]
 
@@ -106,7 +106,7 @@ class Muon(torch.optim.Muon):
             rows, columns = part.shape
             original = group["adjust_lr_fn"] == "original"
             factor = math.sqrt(max(1, rows / columns)) if original else 0.2 * math.sqrt(max(rows, columns))
-            part.of(part.value).add_(update, alpha=-group["lr"] * factor)
+            part.slice_of(part.value).add_(update, alpha=-group["lr"] * factor)
 
     def _momentum(self, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
         """Add the gradient to the momentum, and return the tensor that is to be made orthogonal."""
@@ -194,7 +194,7 @@ class MatrixGather:
         if not self._whole:
             mine = [key for keys in self._sharding.shard.all_gather_object(mine) for key in keys]
         matrices = {(g, n) for g, n in mine}
-        for g, b in numbered(groups):
+        for g, b in bucket_indices(groups):
             group = groups[g]
             numbers = [n for n, p in enumerate(group.layout.places) if p.bucket == b and (g, n) in matrices]
             if numbers:
@@ -254,7 +254,7 @@ class MatrixGather:
         for number, first, last, offset in group.layout.within(lo, hi):
             part = self._local_parts.get(group.parameters[number])
             if part is not None and part.value in updates:
-                share[offset - lo : offset - lo + last - first].copy_(part.of(updates[part.value]))
+                share[offset - lo : offset - lo + last - first].copy_(part.slice_of(updates[part.value]))
         everything = self._memory("bucket", (hi - lo) * shard.size, dtype)
         shard.all_gather(everything, share)
         return everything

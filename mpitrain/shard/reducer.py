@@ -15,7 +15,7 @@ from torch import nn
 
 from mpitrain.comm import Communicator, Work
 from mpitrain.errors import CommunicationError, InputError
-from mpitrain.shard.flat import numbered
+from mpitrain.shard.flat import bucket_indices
 from mpitrain.shard.gradients import Gradients
 from mpitrain.shard.in_place import InPlace
 
@@ -61,7 +61,7 @@ class Reducer:
         self.used: set[nn.Parameter] | None = None
         self._forget = forget_unused and (unused_allowed or static)
         self._by_bucket = gradients.reduction.overlaps or gradients.reduces_each_pass
-        buckets = [gradients.groups[g].members(b) for g, b in numbered(gradients.groups)]
+        buckets = [gradients.groups[g].members(b) for g, b in bucket_indices(gradients.groups)]
         self._bucket = {p: number for number, members in enumerate(buckets) for p, _ in members}
         self._total = len(buckets)
         self._expected = dict.fromkeys(self._bucket, 1)  # gradients of each parameter in one backward pass

@@ -46,7 +46,7 @@ class Updater:
         self._on_device = all(is_accelerator(s.value.device) for s in sharding.flat_parameters)
 
     @property
-    def skips(self) -> bool:
+    def can_skip(self) -> bool:
         """If true, the device can divide gradients or skip the update by scalars that the host does not know yet.
 
         Fused Adam and AdamW can do so if their parameters are on the device. (Fused SGD cannot: if its first update is
@@ -114,15 +114,15 @@ class Updater:
         return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
 
     @torch.no_grad()
-    def apply_unless(self, wrong: torch.Tensor, divisor: torch.Tensor) -> None:
-        """Update with the gradients divided by `divisor`, unless `wrong` is 1; the device decides. Collective.
+    def apply_unless(self, found_inf: torch.Tensor, divisor: torch.Tensor) -> None:
+        """Update with the gradients divided by `divisor`, unless `found_inf` is 1; the device decides. Collective.
 
         Args:
-            wrong: float32 scalar on the device, which must support this (see `skips`).
+            found_inf: float32 scalar on the device, which must support this (see `can_skip`).
             divisor: float32 scalar on the device.
         """
         optimizer: Any = self._sharding.optimizer
-        optimizer.found_inf, optimizer.grad_scale = wrong, divisor
+        optimizer.found_inf, optimizer.grad_scale = found_inf, divisor
         try:
             self.apply(1.0)
         finally:

@@ -96,7 +96,7 @@ class VirtualWorkers:
         """
         return max(self._microbatches(size, microbatch))
 
-    def even(self, size: int, microbatch: int) -> bool:
+    def is_even(self, size: int, microbatch: int) -> bool:
         """Return whether all ranks have the same number of microbatches.
 
         Args:
@@ -114,7 +114,7 @@ class VirtualWorkers:
             synchronous: If true, ranks compute batch norms together.
             gathers: If true, ranks gather parameters when they need them.
         """
-        if synchronous and not self.even(size, microbatch):
+        if synchronous and not self.is_even(size, microbatch):
             return (
                 f"BatchNorm needs as many microbatches on each rank as on any other, which {size} samples are not on "
                 f"{self.ranks} ranks; make train.batch, and each of train.batch_warmup, a multiple of the ranks, "

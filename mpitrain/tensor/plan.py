@@ -42,7 +42,7 @@ from mpitrain.errors import refusal
 from mpitrain.layout.boxes import logical_of
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.linear import ColumnParallelLinear, RowParallelLinear, localize_heads, sum_gradient
-from mpitrain.tensor.styles import STYLES, OfHeads, ParallelStyle, PlannedModule, Undivided
+from mpitrain.tensor.styles import STYLES, ParallelStyle, PerHead, PlannedModule, Undivided
 from mpitrain.tensor.vocabulary import VocabularyCrossEntropy, VocabularyParallelEmbedding
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ def without_whole(
     if sequence:
         raise refusal("parallel.whole does not go with parallel.sequence; leave one of them out")
     names = _all_names(model)
-    divided = [name for name, style in styles.items() if not isinstance(style, Undivided | OfHeads)]
+    divided = [name for name, style in styles.items() if not isinstance(style, Undivided | PerHead)]
     left_whole: set[str] = set()
     for pattern in whole:
         matches = [each for each in divided if any(fnmatchcase(name, pattern) for name in names[each])]
@@ -273,7 +273,7 @@ def without_whole(
                 named, left = (next(name for name in group if (name in left_whole) is there) for there in (True, False))
                 raise refusal(f"parallel.whole names {named} and not {left}, which {why}; name both, or neither")
     around = {name.rpartition(".")[0] for name in left_whole}  # whole attention has all heads on every rank
-    left_whole |= {each for each, of in styles.items() if isinstance(of, OfHeads) and each.rpartition(".")[0] in around}
+    left_whole |= {each for each, of in styles.items() if isinstance(of, PerHead) and each.rpartition(".")[0] in around}
     return {name: style for name, style in styles.items() if name not in left_whole}
 
 

@@ -186,7 +186,7 @@ class Undivided(ParallelStyle):
 
 
 @dataclass(frozen=True)
-class OfHeads(ParallelStyle):
+class PerHead(ParallelStyle):
     """Style of a module between a column and a row layer that treats all heads alike, such as a norm of queries.
 
     Each rank has the whole module and uses it on its own heads, so the gradients of the module's own parameters are
@@ -203,7 +203,7 @@ STYLES: Mapping[str, ParallelStyle] = {
     "column": Column(),
     "row": Row(),
     "vocabulary": Vocabulary(),
-    "heads": OfHeads(),
+    "heads": PerHead(),
     "scatter": Undivided(scatter, begins_sequence=True, replicated=True),
     "gather": Undivided(gather, sums=True),
     "split": Undivided(sums=True),

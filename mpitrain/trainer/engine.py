@@ -382,7 +382,7 @@ class Engine:
                 set_rate(self.optimizer, lr)
             squares = self._updater.squares()
             fetched = device.fetched(squares)
-            if unseen := self._updater.skips:
+            if unseen := self._updater.can_skip:
                 self._update_unseen(squares)
             squared_norm = float(fetched())
             norm = math.sqrt(squared_norm) / self.scale.value if math.isfinite(squared_norm) else math.nan

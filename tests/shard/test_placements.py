@@ -34,7 +34,7 @@ def test_nothing_asks_which_placement_it_has():
     assert places == []
 
 
-def test_replicated_parameters_give_stretches_of_the_module_itself():
+def test_replicated_parameters_give_views_of_the_module_itself():
     layer = nn.Linear(3, 4)
     (group,) = flat_groups([layer.bias, layer.weight], bucket_mb=1)
     parameters = ReplicatedParameters([group])

@@ -58,16 +58,20 @@ def test_tensors_that_are_not_contiguous_are_taken_as_they_are(axis):
 @pytest.mark.ranks(2, 3)
 def test_ranks_that_were_fed_different_samples_are_told_so(world):
     axis = Axis(world)
-    with pytest.raises(CommunicationError, match=r"rank 1 brings 20 elements of float32 for all-reduce, rank 0 16 "):
+    with pytest.raises(
+        CommunicationError, match=r"rank 1 passes 20 elements of float32 for all-reduce, but rank 0 passes 16 "
+    ):
         axis.all_reduce(torch.zeros(16 if axis.rank == 0 else 20))
     with pytest.raises(
         CommunicationError,
-        match="rank 1 brings 16 elements of float32 for all-gather, rank 0 16 elements of float32 for all-reduce",
+        match="rank 1 passes 16 elements of float32 for all-gather, but rank 0 passes 16 elements of float32 for all-",
     ):
         axis.all_reduce(torch.zeros(16)) if axis.rank != 1 else axis.all_gather(torch.zeros(16), 0)
-    with pytest.raises(CommunicationError, match="for all-reduce, rank 0"):
+    with pytest.raises(CommunicationError, match="for all-reduce, but rank 0"):
         axis.all_reduce(torch.zeros(1 << (20 if axis.rank == 1 else 2)))
-    with pytest.raises(CommunicationError, match="rank 1 brings 2 elements of float32 for all-reduce number 8, rank 0"):
+    with pytest.raises(
+        CommunicationError, match="rank 1 passes 2 elements of float32 for all-reduce number 8, but rank 0"
+    ):
         axis.all_reduce(torch.zeros(2), 7 + min(axis.rank, 1))  # as large, but of another layer
     torch.testing.assert_close(axis.all_reduce(torch.ones(3)), torch.full((3,), float(axis.size)))  # and it goes on
     axis.free()

@@ -44,7 +44,7 @@ from mpitrain.parallel.costs import AxisExchange, Divided
 from mpitrain.parallel.layouts import in_layers
 from mpitrain.planner.counted import Observed, observe
 from mpitrain.planner.subject import Subject
-from mpitrain.shard.flat import numbered
+from mpitrain.shard.flat import bucket_indices
 from mpitrain.shard.parameters import ParameterGather
 from mpitrain.shard.sharding import Sharding
 from mpitrain.storage.text import spoken
@@ -380,7 +380,7 @@ def _compressed(sharding: Sharding) -> float:
     reduction, sent = sharding.gradients.reduction, 0.0
     assert reduction.compression is not None
     ranks = reduction.comm.size
-    for number, (g, b) in enumerate(numbered(sharding.groups)):
+    for number, (g, b) in enumerate(bucket_indices(sharding.groups)):
         group = sharding.groups[g]
         lo, hi = group.layout.bounds[b : b + 2]
         dtype, bucket = sharding.reduce_dtype or group.dtype, reduction.compression_of(group, b, (number,))
