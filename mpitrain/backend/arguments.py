@@ -71,7 +71,7 @@ def check_length(comm: Communicator, name: str, which: str, lists: Sequence[Tens
         if len(tensors) != comm.size:
             raise ArgumentError(f"{name}: {len(tensors)} {which} tensors for {comm.size} ranks; give one for each")
         if len({t.dtype for t in tensors}) > 1:
-            raise ArgumentError(f"{name}: the {which} tensors are of several types; make them the same")
+            raise ArgumentError(f"{name}: the {which} tensors have different dtypes; convert them to one")
 
 
 def check_splits(comm: Communicator, which: str, tensor: torch.Tensor, rows: Sequence[int]) -> None:
@@ -95,7 +95,7 @@ def check_splits(comm: Communicator, which: str, tensor: torch.Tensor, rows: Seq
     if not rows and length % comm.size:
         raise ArgumentError(
             f"all_to_all_single: the {which} tensor has {length} rows, not a multiple of {comm.size} ranks; "
-            "pad it or give split sizes"
+            "pad it or pass split sizes"
         )
 
 
@@ -117,7 +117,7 @@ def by_inner_tensors(method: Callable[..., dist.Work]) -> Callable[..., Any]:
             raise translate_error(error) from None
         if len(numbers) != 1:
             kinds = ", ".join(sorted({f"{type(x).__name__} ({len(inner_tensors(x))})" for x in tensors}))
-            raise ArgumentError(f"{method.__name__}: the tensors must be made of equally many tensors, not {kinds}")
+            raise ArgumentError(f"{method.__name__}: all tensors must wrap the same number of tensors, not {kinds}")
         works = [method(group, *(_part(value, i) for value in arguments), **options) for i in range(numbers.pop())]
         return works[0] if len(works) == 1 else CoalescedWork(works)
 

@@ -81,15 +81,15 @@ class Reducer:
         if kind == _Ops.PREMUL_SUM:
             if not hasattr(op, "factor"):
                 raise ArgumentError(
-                    f"torch {torch.__version__} does not tell the factor of PREMUL_SUM; multiply the tensor and use SUM"
+                    f"torch {torch.__version__} hides the factor of PREMUL_SUM; multiply the tensor by it and use SUM"
                 )
             self.factor = op.factor
         elif self.bitwise is None and kind not in _NAMES:
-            raise ArgumentError(f"reduction {kind} is not one of ours; use {', '.join(map(str, _NAMES))}")
+            raise ArgumentError(f"reduction {kind} is not supported; use {', '.join(map(str, _NAMES))}")
         if self.bitwise is not None and (dtype.is_floating_point or dtype.is_complex):
-            raise ArgumentError(f"{kind} has no meaning for {dtype}; use an integer type, or .view() the bits as one")
+            raise ArgumentError(f"{kind} is not defined for {dtype}; use an integer type, or .view() the bits as one")
         if self.bitwise is None and dtype not in DTYPES:
-            raise ArgumentError(f"{dtype} cannot be reduced, only moved; convert to float32 or a signed integer first")
+            raise ArgumentError(f"{dtype} can be sent but not reduced; convert to float32 or a signed integer first")
         if self.bitwise is None:
             try:
                 Reduction.of(self.name, dtype, comm.size)
@@ -166,7 +166,7 @@ def _all_reduce_sparse(tensor: torch.Tensor, reducer: Reducer) -> None:
     """Sum or average the COO tensors of all ranks in place. Their nonzero entries may differ."""
     comm = reducer.comm
     if reducer.name not in ("sum", "avg") or reducer.bitwise is not None:
-        raise ArgumentError("sparse tensors can be summed and averaged only; call .to_dense() first")
+        raise ArgumentError("sparse tensors can only be summed or averaged; call .to_dense() first")
     mine = tensor.detach().coalesce()
     indices, values = mine.indices().contiguous(), mine.values().contiguous()
     reducer._scale(values)

@@ -259,8 +259,8 @@ class Barriers:
             leaving = comm.isend(np.zeros(1, dtype=np.int64), (comm.rank + distance) % comm.size, tag)
             if not self._complete_by(arriving, deadline):
                 raise GroupError(
-                    f"barrier of {comm.label}: Timed out waiting {1e3 * seconds:.0f}ms on rank {comm.rank} for word "
-                    f"from rank {before}; that rank, or one that it waits for, did not come"
+                    f"barrier of {comm.label}: Timed out waiting {1e3 * seconds:.0f}ms on rank {comm.rank} for a "
+                    f"message from rank {before}; that rank, or one that it waits for, did not call the barrier"
                 )
             self._complete_by(leaving, deadline)
             distance *= 2
@@ -283,8 +283,8 @@ class Barriers:
             if not self._complete_by(comm.irecv(word, 0, tag), deadline):
                 raise GroupError(
                     f"Rank {comm.rank} successfully reached monitoredBarrier, but received errors while waiting for "
-                    f"send/recv from rank 0: nothing came in {1e3 * seconds:.0f} ms ({comm.label}); rank 0 tells who "
-                    "did not come"
+                    f"send/recv from rank 0: no message in {1e3 * seconds:.0f} ms ({comm.label}); see rank 0's "
+                    "error for the missing ranks"
                 )
             return
         arriving = {rank: comm.irecv(np.empty(1, dtype=np.int64), rank, tag) for rank in range(1, comm.size)}
@@ -298,12 +298,12 @@ class Barriers:
             self.abandoned += arriving.values()
             if seconds <= 0:
                 raise GroupError(
-                    f"Rank 0 timed out in monitoredBarrier after {1e3 * seconds:.0f} ms; give it some time"
+                    f"Rank 0 timed out in monitoredBarrier after {1e3 * seconds:.0f} ms; pass a longer timeout"
                 )
             names = ", ".join(map(str, missing))
             raise GroupError(
                 f"Rank{'s' if len(missing) > 1 else ''} {names} failed to pass monitoredBarrier in "
-                f"{1e3 * seconds:.0f} ms ({comm.label}); look at what they do instead"
+                f"{1e3 * seconds:.0f} ms ({comm.label}); check what they are doing"
             )
         for rank in arriving:
             self._complete_by(comm.isend(word, rank, tag), deadline)
@@ -323,7 +323,7 @@ _SHORT_TIMEOUT = 300.0
 
 
 def _unsupported_error(name: str, advice: str) -> GroupError:
-    return GroupError(f'the backend "mpitrain" has no {name}; {advice}', agreed=True)
+    return GroupError(f'the backend "mpitrain" does not support {name}; {advice}', agreed=True)
 
 
 def _unsupported(name: str, advice: str) -> Callable[..., Any]:
@@ -464,7 +464,7 @@ class MPIProcessGroup(GroupCollectives):
             GroupError: The device is not the CPU.
         """
         if not self.supports_tensor_alloc(device):
-            raise _unsupported_error(f"memory of its own on {device}", "allocate with torch.empty")
+            raise _unsupported_error(f"allocate_tensor on {device}", "allocate with torch.empty")
         return self._memory.tensor(size, dtype)
 
     # -- life --------------------------------------------------------------------------------------------
@@ -483,7 +483,7 @@ class MPIProcessGroup(GroupCollectives):
             self._queue.close()
             self._memory.clear()
             if stuck := self._queue.stuck:
-                text = f"mpitrain: rank {self.comm.world_ranks[self.comm.rank]}: left with {stuck} not complete"
+                text = f"mpitrain: rank {self.comm.world_ranks[self.comm.rank]}: exited before {stuck} was complete"
                 atexit.register(self.comm.process.faults.end_job, text)  # MPI cannot finalize with a thread inside it
             elif not self._barriers.abandoned:
                 with suppress(MpitrainError):
@@ -492,7 +492,7 @@ class MPIProcessGroup(GroupCollectives):
 
     abort = shutdown
 
-    # -- what we lack ------------------------------------------------------------------------------------
+    # -- not supported ------------------------------------------------------------------------------------
 
     split_group = _unsupported("ProcessGroup.split_group", "call torch.distributed.split_group or new_group")
     merge_remote_group = _unsupported(

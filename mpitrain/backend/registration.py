@@ -143,8 +143,8 @@ def _new_group(always: bool, original: Callable[..., Any], **arguments: Any) -> 
         arguments["backend"] = dist.Backend(NAME)
     elif NAME not in backend and size > 1 and isinstance(inner, NoStore):
         raise ValueError(
-            f'the ranks have no address for backend "{backend}"; say init_process_group("{NAME}"), set MASTER_ADDR and '
-            "MASTER_PORT, or start the script with python -m mpitrain.backend"
+            f'backend "{backend}" needs an address at which ranks meet; set MASTER_ADDR and MASTER_PORT, call '
+            f'init_process_group("{NAME}"), or start the script with python -m mpitrain.backend'
         )
     if size == -1:  # as for torch's own MPI backend
         arguments["store"], arguments["group_rank"], arguments["group_size"] = next(rendezvous(ADDRESS))
@@ -160,7 +160,7 @@ def _split_group(original: Callable[..., Any], **arguments: Any) -> Any:
         return original(**arguments)
     split_ranks = arguments.get("split_ranks")
     if not split_ranks:
-        raise ValueError("split_group: split_ranks is empty; give a list of ranks for each group")
+        raise ValueError("split_group: split_ranks is empty; pass a list of ranks for each group")
     parent = arguments.get("parent_pg") or c10d._get_default_group()
     rank = c10d.get_rank(parent)
     mine = next((sorted(ranks) for ranks in split_ranks if rank in ranks), None)
@@ -231,7 +231,7 @@ def set_environment_early() -> None:
         first = os.environ.get("LOCAL_RANK", "0") == "0"
         explain(lambda error: (str(error) if first else "") if isinstance(error, InputError) else None)
         raise InputError(
-            "torchrun (or accelerate launch, which calls it) starts processes that MPI does not know; start the script "
+            "torchrun (or accelerate launch, which calls it) starts processes that are not MPI ranks; start the script "
             f"with mpirun or srun instead: mpirun -n N python -m mpitrain.backend {os.path.basename(sys.argv[0])}"
         )
     for names in _LAUNCHERS:
@@ -279,8 +279,8 @@ def rendezvous_by_mpi(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int
         if query.get(name, -1) not in (-1, number):
             control.process.faults.install()  # this rank may be the only one
             raise ArgumentError(
-                f"init_process_group was given {name} {query[name]}, but MPI says {number}; leave rank and world_size "
-                "to MPI, or start the script with as many ranks"
+                f"init_process_group got {name} {query[name]}, but in MPI it is {number}; omit rank and world_size, or "
+                "start the script with the number of ranks that it expects"
             )
     set_environment(control)
     yield get_registry().store, control.rank, control.size
@@ -303,13 +303,13 @@ def create(options: Any, _: Any = None) -> MPIProcessGroup:
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     if options.group_size > here.control.size:
         raise InputError(
-            f"the process group has {options.group_size} ranks, MPI has {here.control.size}; start the script with "
-            "mpirun or srun, and leave rank and world_size to MPI"
+            f"the process group has {options.group_size} ranks, but MPI has only {here.control.size}; start the "
+            "script with mpirun or srun, and omit rank and world_size"
         )
     if ranks[options.group_rank] != here.control.rank:
         raise InputError(
-            f"rank {ranks[options.group_rank]} was given to init_process_group, but MPI says {here.control.rank}; "
-            "leave rank and world_size to MPI"
+            f"init_process_group got rank {ranks[options.group_rank]}, but in MPI it is {here.control.rank}; omit rank "
+            "and world_size"
         )
     if not c10d.is_initialized():
         from mpitrain.comm import set_timeout

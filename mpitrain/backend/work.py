@@ -190,7 +190,7 @@ class Operation(GroupWork):
             else:
                 self._queue.start()
                 try:
-                    _poll(lambda: queued.complete, limit, queued.name, "does every rank call it?")
+                    _poll(lambda: queued.complete, limit, queued.name, "check that every rank calls it")
                 except GroupError:
                     self._queue.timed_out.append(queued)
                     raise
@@ -290,7 +290,12 @@ class MessageWork(GroupWork):
         """
         if not self.is_completed():
             with self._work.limited_wait():
-                _poll(self.is_completed, seconds_of(timeout, self._timeout), self.name, "is the other rank there?")
+                _poll(
+                    self.is_completed,
+                    seconds_of(timeout, self._timeout),
+                    self.name,
+                    "check that the other rank calls its part",
+                )
         for device, event in self._copy_events.items():
             current_stream(device).wait_event(event)
         return True
@@ -299,7 +304,7 @@ class MessageWork(GroupWork):
         """Return the rank in the group that sent the received message."""
         source = self._work.source
         if source is None:
-            raise GroupError(f"{self.name} is not complete yet; wait() first")
+            raise GroupError(f"{self.name} is not complete yet; call wait() first")
         return source
 
     _source_rank = source_rank

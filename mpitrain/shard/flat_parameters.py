@@ -201,13 +201,14 @@ def check_elementwise(
         kind, needs_whole = type(part), getattr(part, "needs_whole", False)
         if needs_whole and not gathered:
             raise refusal(
-                f"{kind.__name__} needs whole parameters, and servers have slices of them; use another optim.name, "
+                f"{kind.__name__} needs whole parameters, but servers have slices of them; use another optim.name, "
                 "or another parallel.mode"
             )
         if not (needs_whole or kind in ELEMENTWISE or getattr(part, "elementwise", False)):
             raise refusal(
-                f"{kind.__name__} cannot be sharded: it is not known to update each element by itself; use "
-                f"adamw or another element-wise optimizer, {otherwise}, or say `optimizer.elementwise = True`"
+                f"{kind.__name__} cannot be sharded, because it may not update each element independently; use "
+                f"adamw or another element-wise optimizer, or set {otherwise}, or set `optimizer.elementwise = True` "
+                "if its update is element-wise"
             )
 
 
@@ -223,7 +224,7 @@ def replace_parameters(optimizer: torch.optim.Optimizer, flat_parameters: Sequen
     """
     if has_stepped(optimizer):
         raise refusal(
-            "the optimizer has a state already; hand it over before its first step, and load a checkpoint after"
+            "the optimizer already has state from a step; pass it before its first step, and load a checkpoint later"
         )
     for number, settings in enumerate(optimizer.param_groups):
         settings["params"] = [s.value for s in flat_parameters if s.settings == number]

@@ -46,7 +46,7 @@ class MappedFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._addresses: set[int] = set()  # addresses of the mapped tensors
-        with reporting(f"parallel.offload {folder} cannot be used", "give another folder"):
+        with reporting(f"parallel.offload {folder} cannot be used", "use another folder"):
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
 
@@ -59,7 +59,7 @@ class MappedFiles:
         nbytes = tensor.nbytes
         descriptor, name = tempfile.mkstemp(dir=self._folder)
         try:
-            with reporting(f"parallel.offload {self._folder} cannot take {nbytes} bytes", "make room there"):
+            with reporting(f"parallel.offload {self._folder} has no space for {nbytes} bytes", "free space there"):
                 os.posix_fallocate(descriptor, 0, max(1, nbytes))  # else a full disk is a bus error later
                 mapped = torch.from_file(name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
         finally:

@@ -208,7 +208,7 @@ class MatrixGather:
         boxes = [[box.shape, box.start, box.stop] for box in part.boxes]
         answers = self._axis.all_gather_object([*key, list(part.shape), boxes, parameter in self._local_parts])
         if len({tuple(shape) for _, _, shape, _, _ in answers}) > 1 or len({(g, n) for g, n, *_ in answers}) > 1:
-            raise refusal("muon needs the tensor ranks to lay their matrices out alike; set parallel.tensor to 1")
+            raise refusal("muon needs the same layout of matrices on all tensor ranks; set parallel.tensor to 1")
         slices = tuple(Slice(tuple(shape), tuple(Box(*box) for box in boxes)) for _, _, shape, boxes, _ in answers)
         undivided = all(s.numel == math.prod(s.shape) for s in slices)
         return DividedMatrix(any(needed for *_, needed in answers), None if undivided else self._axis, slices)
@@ -376,7 +376,7 @@ class TrustRatios(torch.optim.Optimizer):
 def check_betas(betas: Sequence[float]) -> tuple[float, float]:
     """Return the decay factors of Adam's averages. Raises ValueError unless they are two numbers in [0, 1)."""
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ValueError(f"betas {list(betas)} are not two numbers from 0 to below 1")
+        raise ValueError(f"betas must be two numbers in [0, 1), not {list(betas)}")
     return betas[0], betas[1]
 
 
@@ -405,7 +405,7 @@ class Lamb(TrustRatios):
         correct: bool = True,
     ) -> None:
         if not 0.0 <= least <= most:
-            raise ValueError(f"least {least} and most {most} are not from 0 on, the greater one last")
+            raise ValueError(f"least and most must satisfy 0 <= least <= most, but they are {least} and {most}")
         defaults = {"lr": lr, "betas": check_betas(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"least": least, "most": most, "correct": correct})
 
@@ -449,7 +449,9 @@ class Lars(TrustRatios):
         trust_coefficient: float = 0.001,
     ) -> None:
         if not 0.0 <= momentum < 1.0 or trust_coefficient <= 0.0:
-            raise ValueError("momentum is from 0 to below 1, and trust_coefficient is above 0")
+            raise ValueError(
+                f"momentum must be in [0, 1) and trust_coefficient above 0, not {momentum} and {trust_coefficient}"
+            )
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -507,8 +509,8 @@ class SquaresSum:
         self._axis, self._divided = axis, torch.tensor(_find_divided(parameters, axis), device=device)[:, None]
         if sharding.config.run.reproducible and (self._shard is not None or bool(self._divided.any())):
             raise refusal(
-                "lamb and lars add up squares in an order that depends on the number of ranks, which reproducible "
-                "training must not; use another optim.name, or parallel.zero 0 without parallel.tensor"
+                "lamb and lars add up squares in an order that depends on the number of ranks, so run.reproducible "
+                "cannot be kept; use another optim.name, or parallel.zero 0 without parallel.tensor"
             )
 
     def set_flat_parameters(self, flat_parameters: Sequence[FlatParameter]) -> None:
@@ -542,7 +544,7 @@ def _find_divided(parameters: Sequence[nn.Parameter], axis: Communicator | None)
         cut and total != all_of_it for cut, total, all_of_it in zip(divided, sums, whole, strict=True)
     ):
         raise refusal(
-            "lamb and lars need the tensor ranks to hold each element once, or all of a parameter each; set "
-            "parallel.tensor to 1"
+            "lamb and lars need each parameter to be either divided over the tensor ranks without overlap or whole on "
+            "each of them; set parallel.tensor to 1"
         )
     return divided

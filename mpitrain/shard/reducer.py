@@ -98,7 +98,7 @@ class Reducer:
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             name = self.names[parameter]
             raise InputError(
-                f"the gradient of {name} is sparse, and flat gradients are dense; make its layer with sparse=False"
+                f"the gradient of {name} is sparse and cannot be reduced; create its layer with sparse=False"
             )
         self._touched.add(parameter)
         if not self.enabled:
@@ -111,13 +111,13 @@ class Reducer:
         bucket = self._bucket[parameter]
         if bucket < len(self._works) and not self._expected[parameter]:
             raise InputError(
-                f"{self.names[parameter]} got a gradient, and none in the first backward pass, but static_graph=True "
-                "says that all are alike; leave it out"
+                f"{self.names[parameter]} got a gradient, but none in the first backward pass, and static_graph=True "
+                "requires the same parameters in every pass; remove static_graph=True"
             )
         if bucket < len(self._works):
             raise InputError(
-                f"{self.names[parameter]} got a second gradient in one backward pass, after the first was sent: a "
-                "checkpoint with use_reentrant=True does that; use use_reentrant=False, or static_graph=True"
+                f"{self.names[parameter]} got a second gradient in one backward pass after the first was sent, as with "
+                "activation checkpointing and use_reentrant=True; set use_reentrant=False, or static_graph=True"
             )
         self.gradients.mark_ready(parameter)
         count = self._counts.get(parameter, 0) + 1
@@ -202,7 +202,7 @@ class Reducer:
         names = [self.names[p] for p in unused]
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         fix = (
-            "they had one in the first, and static_graph=True says that all are alike; leave it out"
+            "they had one in the first, and static_graph=True requires the same in every pass; remove static_graph=True"
             if self.static
             else "use them in the loss, or set find_unused_parameters=True"
         )

@@ -107,19 +107,19 @@ class Sharding:
         names = {p: name for name, p in module.named_parameters()}
         trained = in_backward_order(module)
         if not trained:
-            raise refusal("the model has no parameter to train; let some require a gradient")
+            raise refusal("the model has no parameter to train; set requires_grad=True for some")
         self.owners = {p: division.owner(name, p) for p, name in names.items()}
         for p, owner in self.owners.items():
             if division.copies(owner, comm) != [comm]:
                 raise refusal(
-                    f"{names[p]} is divided along an axis of the ranks that sum gradients, and each of these has to "
-                    "have all of it; divide it along an axis that divides layers"
+                    f"{names[p]} is divided over ranks that sum gradients, but each of these ranks needs all of it; "
+                    "divide it along an axis that divides layers"
                 )
         for p in trained if self.stage.states else ():
             self.owners[p] = replace(self.owners[p], shared=True)
         self.groups, self.parameters = self._place_parameters(trained)
         if any(p.requires_grad and p not in names for group in optimizer.param_groups for p in group["params"]):
-            raise refusal("the optimizer has parameters that are not the model's; give it those alone")
+            raise refusal("the optimizer has parameters that are not the model's; pass it only the model's")
         self.gradients = gradients = self._place_gradients()
         whose = None if self._staged else module  # split backward computes weight gradients later
         self.reducer = Reducer(gradients, names, whose, unused_allowed=True, forget_unused=not self.stage.states)
@@ -150,7 +150,9 @@ class Sharding:
             node = self._split(comm.node, 0, "shard")
             replicas = self._split(comm.local_rank, 0, "replicas")
             if shard_order(comm) is None:
-                raise refusal("sharding within nodes needs as many ranks on each node; start them so")
+                raise refusal(
+                    "parallel.shard_within node needs the same number of ranks on each node; start them that way"
+                )
             return node, replicas if replicas.size > 1 else None
         order = shard_order(comm)
         if comm.num_nodes > 1 and order is not None and self.parallel.share_node:

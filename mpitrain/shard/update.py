@@ -173,7 +173,7 @@ def _set_gathers(sharding: Sharding, dividing: Sequence[Communicator]) -> bool:
         p for p in getattr(sharding.optimizer, "parts", [sharding.optimizer]) if isinstance(p, Muon | TrustRatios)
     ]
     if optimizers and len(dividing) > 1:
-        raise refusal(f"{type(optimizers[0]).__name__} needs whole parameters, and several axes divide them; use adamw")
+        raise refusal(f"{type(optimizers[0]).__name__} needs whole parameters, but several axes divide them; use adamw")
     axis = dividing[0] if dividing else None
     for part in optimizers:
         values = {value for group in part.param_groups for value in group["params"]}

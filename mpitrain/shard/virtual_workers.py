@@ -63,8 +63,8 @@ class VirtualWorkers:
             return VirtualWorkers(rank, ranks, ranks)
         if workers & (workers - 1) or workers % ranks:
             raise refusal(
-                f"run.reproducible needs run.workers to be a power of two and a multiple of the data-parallel ranks, "
-                f"but there are {workers} and {ranks}; change one of them"
+                "run.reproducible needs run.workers to be a power of two and a multiple of the data-parallel ranks, "
+                f"but there are {workers} workers and {ranks} ranks; change one of them"
             )
         return VirtualWorkers(rank, ranks, workers)
 
@@ -116,14 +116,14 @@ class VirtualWorkers:
         """
         if synchronous and not self.is_even(size, microbatch):
             return (
-                f"BatchNorm needs as many microbatches on each rank as on any other, which {size} samples are not on "
-                f"{self.ranks} ranks; make train.batch, and each of train.batch_warmup, a multiple of the ranks, "
-                "and of train.microbatch on each of them"
+                f"BatchNorm needs the same number of microbatches on each rank, but {size} samples on {self.ranks} "
+                "ranks give different numbers; make train.batch, and each batch of train.batch_warmup, a multiple of "
+                "the ranks, and the part of each rank a multiple of train.microbatch"
             )
         if gathers and size < self.ranks:
             return (
                 f"a batch of {size} samples leaves some of {self.ranks} ranks without one, but sharded parameters "
-                "need all ranks to compute; raise train.batch, and each of train.batch_warmup"
+                "need all ranks to compute; increase train.batch, and each batch of train.batch_warmup"
             )
         return ""
 

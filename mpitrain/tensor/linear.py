@@ -269,8 +269,8 @@ def _parts_of(adapter: LoraLinear, axis: Axis) -> LinearParts:
     """Return the parts of the layer under an adapter. Raises InputError if dropout would differ between the ranks."""
     if adapter.dropout and axis.size > 1:
         raise refusal(
-            f"model.lora_dropout {adapter.dropout} would draw other numbers on each tensor rank; set it to 0, or "
-            "parallel.tensor to 1"
+            f"model.lora_dropout {adapter.dropout} would draw different random numbers on each tensor rank; set it to "
+            "0, or parallel.tensor to 1"
         )
     parts = linear_parts(adapter)
     assert parts is not None
@@ -342,7 +342,7 @@ def _boxes(
     if len(set(sections)) == 1:
         return (Box.along([*shape[:dim], len(sections), sections[0], *shape[dim + 1 :]], dim + 1, *ranges[0]),)
     if dim != 0:
-        raise ValueError("only the first dimension can have sections that are not equal")
+        raise ValueError("sections of different lengths are possible only along the first dimension")
     return tuple(Box.along(shape, 0, start, stop) for start, stop in ranges)
 
 
@@ -380,13 +380,13 @@ def column_features(
     if sections is None:
         if _UNKNOWN_ORDER.search(last):
             raise refusal(
-                f"{name}: its name does not tell the order of its parts; say Column(sections=3, heads=...) for [3, "
-                "heads, head_dim], Column(sections=1, heads=...) for [heads, 3, head_dim]"
+                f"{name}: its name does not show the order of its parts; plan Column(sections=3, heads=...) for [3, "
+                "heads, head_dim], or Column(sections=1, heads=...) for [heads, 3, head_dim]"
             )
         sections = _fused_sections(width, parent) if _FUSED.search(last) else 1
     if isinstance(sections, int):
         if width % sections:
-            raise refusal(f"{name} has {width} outputs, not {sections} equal parts; give their sizes")
+            raise refusal(f"{name} has {width} outputs, not {sections} equal parts; pass the sizes of the parts")
         sections = [width // sections] * sections
     elif sum(sections) != width:
         raise refusal(
@@ -394,8 +394,8 @@ def column_features(
         )
     if len(sections) > 1 and _FUSED.search(last) and not heads and _head_size(parent, sections[0]) is None:
         raise refusal(
-            f"{name} is fused, but {type(parent).__name__} has no attribute that tells its heads; say "
-            "Column(sections=3, heads=...)"
+            f"{name} is fused, but {type(parent).__name__} has no attribute with the number of heads; "
+            "plan Column(sections=3, heads=...)"
         )
     return in_heads(name, sections, parent, ranks, heads)
 
@@ -419,7 +419,7 @@ def in_heads(name: str, sections: Sequence[int], parent: nn.Module, ranks: int, 
     for section in sections:
         count, rest = divmod(section, unit)
         if rest or unit < 1:
-            raise refusal(f"{name}: {section} features are not heads of {unit}; give the right number of heads")
+            raise refusal(f"{name}: {section} features are not a multiple of heads of {unit}; set the number of heads")
         if count % ranks:
             raise _uneven_heads_error(name, count, ranks, "heads" if section == sections[0] else "key-value heads")
     return Features(tuple(sections), unit)
@@ -443,8 +443,8 @@ def localize_heads(name: str, parent: nn.Module, ranks: int, planned: Sequence[s
     left = [key for key, child in parent.named_children() if linear_parts(child) is not None and key not in planned]
     if left:
         raise refusal(
-            f"{name}.{next(iter(counts))} counts the heads of all its linear layers, but the plan leaves "
-            f"{', '.join(left)} out; name them too"
+            f"{name}.{next(iter(counts))} is the number of heads of all its linear layers, but the plan omits "
+            f"{', '.join(left)}; add them to the plan"
         )
     for key, count in counts.items():
         if count % ranks:
@@ -479,6 +479,6 @@ def _uneven_heads_error(name: str, heads: int, ranks: int, what: str = "heads") 
     lower, upper = heads // ranks * ranks, -(-heads // ranks) * ranks
     near = f"{lower} or {upper}" if lower else f"{upper}"
     return refusal(
-        f"{name}: {heads} {what} cannot be shared evenly by {ranks} tensor ranks; use {one_of(fitting)} ranks, or "
+        f"{name}: {heads} {what} cannot be divided evenly over {ranks} tensor ranks; use {one_of(fitting)} ranks, or "
         f"{near} {what}"
     )

@@ -67,16 +67,16 @@ def plan_for(
     if given is None and not callable(listing):
         raise refusal(
             getattr(model, "undivided", "")
-            or f"{name} does not say how it is to be divided; give it a method tensor_plan() that returns "
+            or f"{name} does not define how to divide it; add a method tensor_plan() that returns "
             '{"*.up": "column", "*.down": "row", ...}, or set parallel.tensor to 1'
         )
     plan = dict(listing() if given is None else given)
     if sequence and getattr(model, "counts_positions", False):
-        raise refusal(f"{name} counts positions in what parallel.sequence divides; set that to false")
+        raise refusal(f"{name} counts positions along the sequence, which parallel.sequence divides; set that to false")
     styles = [STYLES.get(style) if isinstance(style, str) else style for style in plan.values()]
     if sequence and not any(style is not None and style.begins_sequence for style in styles):
         raise refusal(
-            f"parallel.sequence divides what is between an embedding and the head, and the plan of {name} names none; "
+            f"parallel.sequence divides activations from an embedding on, but the plan of {name} names no embedding; "
             "set parallel.sequence to false"
         )
     return plan
@@ -150,14 +150,15 @@ def _match_plan(model: nn.Module, plan: Mapping[str, str | ParallelStyle]) -> di
                 matches[pattern] = STYLES[style] if isinstance(style, str) else style
         if len(set(matches.values())) > 1:
             raise refusal(
-                f"{first} is matched by {' and '.join(map(repr, matches))} of the plan, which differ; make one narrower"
+                f"{first} is matched by {' and '.join(map(repr, matches))} of the plan, which have different styles; "
+                "make one pattern narrower"
             )
         if matches:
             chosen[first] = next(iter(matches.values()))
     split_outputs = [name for name, style in chosen.items() if style.needs_row]
     if split_outputs and not any(style.takes_parts for style in chosen.values()):
         raise refusal(
-            f"the plan divides the outputs of {split_outputs[0]}, but has no row layer that takes them; name one, or "
+            f"the plan divides the outputs of {split_outputs[0]}, but has no row layer that takes them; add one, or "
             "use Column(gather=True)"
         )
     return chosen
@@ -180,7 +181,7 @@ def _keep_ties(model: nn.Module, planned: Sequence[PlannedModule], divided_modul
             first, shared = parts.setdefault(old, (each.name, part))
             if logical_of(shared) != logical_of(part):
                 raise refusal(
-                    f"{first} and {each.name} share {key}, but the plan divides it differently; plan them alike"
+                    f"{first} and {each.name} share {key}, but the plan divides it differently; give them one style"
                 )
             setattr(module, key, shared)
     modules = {each.module for each in planned}
@@ -188,7 +189,7 @@ def _keep_ties(model: nn.Module, planned: Sequence[PlannedModule], divided_modul
         for key, parameter in module.named_parameters(recurse=False):
             if module not in modules and parameter in parts:
                 raise refusal(
-                    f"{name} shares {key} with {parts[parameter][0]}, which the plan divides; plan {name} alike"
+                    f"{name} shares {key} with {parts[parameter][0]}, which the plan divides; give {name} that style"
                 )
 
 
@@ -200,15 +201,15 @@ def _replace_criterion(model: nn.Module, vocabulary: Sequence[PlannedModule]) ->
         criterion = getattr(model, "criterion", None)
         if criterion is None:
             raise refusal(
-                f"{each.name} leaves the scores divided, but {type(model).__name__} has no attribute `criterion` in "
-                "whose place the parallel cross-entropy could be put; give it one, or plan Column(gather=True)"
+                f"{each.name} leaves the scores divided, but {type(model).__name__} has no attribute `criterion` that "
+                "the parallel cross-entropy could replace; add one, or plan Column(gather=True)"
             )
         options: dict[str, Any] = {}
         if isinstance(criterion, nn.CrossEntropyLoss):
             if criterion.weight is not None or criterion.reduction != "mean":
                 raise refusal(
-                    "a cross-entropy with weights or without the mean cannot be divided; plan "
-                    f"{each.name} as Column(gather=True)"
+                    "a cross-entropy with class weights, or with another reduction than the mean, cannot be divided; "
+                    f"plan {each.name} as Column(gather=True)"
                 )
             options = {"ignore_index": criterion.ignore_index, "label_smoothing": criterion.label_smoothing}
         if getattr(criterion, "by_sample", False):
@@ -230,8 +231,8 @@ def _divide_other_modules(model: nn.Module, axis: Axis, styles: Mapping[nn.Modul
         parameters = list(module.parameters(recurse=False))
         if parameters and not type(module).__name__.endswith("Norm"):
             raise refusal(
-                f"{name or type(model).__name__} has parameters, and the plan does not say whether it works on a part "
-                'of the sequence ("split") or on the whole ("whole"); name it'
+                f"{name or type(model).__name__} has parameters, but the plan does not define whether it works on a "
+                'part of the sequence ("split") or on the whole ("whole"); add it to the plan'
             )
         for parameter in parameters:
             sum_gradient(parameter, axis)
@@ -253,14 +254,14 @@ def without_whole(
             named, or `sequence` is true.
     """
     if sequence:
-        raise refusal("parallel.whole does not go with parallel.sequence; leave one of them out")
+        raise refusal("parallel.whole cannot be combined with parallel.sequence; remove one of them")
     names = _all_names(model)
     divided = [name for name, style in styles.items() if not isinstance(style, Undivided | PerHead)]
     left_whole: set[str] = set()
     for pattern in whole:
         matches = [each for each in divided if any(fnmatchcase(name, pattern) for name in names[each])]
         if not matches:
-            hint = _suggest_name(pattern, divided) or "; leave it out"
+            hint = _suggest_name(pattern, divided) or "; remove it"
             raise refusal(f"parallel.whole {pattern!r} matches no layer that the plan divides{hint}")
         left_whole.update(matches)
     users: dict[nn.Parameter, list[str]] = {}
@@ -271,7 +272,7 @@ def without_whole(
         for group in groups:
             if 0 < len(left_whole.intersection(group)) < len(group):
                 named, left = (next(name for name in group if (name in left_whole) is there) for there in (True, False))
-                raise refusal(f"parallel.whole names {named} and not {left}, which {why}; name both, or neither")
+                raise refusal(f"parallel.whole names {named} but not {left}, which {why}; name both, or neither")
     around = {name.rpartition(".")[0] for name in left_whole}  # whole attention has all heads on every rank
     left_whole |= {each for each, of in styles.items() if isinstance(of, PerHead) and each.rpartition(".")[0] in around}
     return {name: style for name, style in styles.items() if name not in left_whole}

@@ -138,7 +138,7 @@ class _CrossEntropy(torch.autograd.Function):
         start, stop = bounds[axis.rank], bounds[axis.rank + 1]
         if scores.shape[-1] != stop - start:
             raise InputError(
-                f"rank {axis.rank} has {stop - start} of the {classes} classes, but was given scores of "
+                f"rank {axis.rank} has {stop - start} of the {classes} classes, but got scores of "
                 f"{scores.shape[-1]}; pass the output of a head that is divided by vocabulary"
             )
         mask = y != ignore_index  # in the shape of y, whose first dimension is that of samples

@@ -76,7 +76,7 @@ def test_averages_scaled_sums_and_bit_operations(group, world):
             assert torch.equal(x, expected)
     with pytest.raises(ValueError, match="integer type"):
         group.all_reduce(torch.ones(2), op.BXOR)
-    with pytest.raises(ValueError, match="cannot be reduced, only moved; convert to float32"):
+    with pytest.raises(ValueError, match="can be sent but not reduced; convert to float32"):
         group.all_reduce(torch.ones(2).to(torch.float8_e5m2))
 
 
@@ -351,7 +351,7 @@ def test_barriers_end_in_time_and_name_who_is_missing(group, world):
 def test_a_collective_of_a_group_with_a_short_limit_raises_where_somebody_waits(group, world):
     short = group.new_group(timeout=timedelta(seconds=0.5))
     x = torch.ones(3)
-    late = r"all_reduce of group .* timeout after 0\.5 s; does every rank call it"
+    late = r"all_reduce of group .* timeout after 0\.5 s; check that every rank calls it"
     if world.rank == 0:
         with pytest.raises(RuntimeError, match=late):
             group.all_reduce(x, group=short)
@@ -390,7 +390,7 @@ def test_a_wrong_call_is_an_error_with_its_mend(group, world):
         group.all_gather([torch.empty(2)], torch.empty(2))
     with pytest.raises(ValueError, match=r"one block per rank"):
         group.all_gather_into_tensor(torch.empty(world.size * 3), torch.empty(2))
-    with pytest.raises(RuntimeError, match="has no merge_remote_group; start all ranks with one mpirun"):
+    with pytest.raises(RuntimeError, match="does not support merge_remote_group; start all ranks with one mpirun"):
         group.group.WORLD.merge_remote_group(None, 2)
     with pytest.raises(RuntimeError, match=r"call torch\.distributed\.split_group"):
         group.group.WORLD.split_group([0])
@@ -488,7 +488,7 @@ def test_tensors_that_wrap_others_are_communicated_by_their_inner_tensors(group,
             communicate(Opaque(torch.ones(3)))
         assert "a tensor of class Opaque has no memory of its own" in str(refused.value)
         assert "\n" not in str(refused.value)
-    with pytest.raises(ValueError, match=r"made of equally many tensors, not Tensor .1., TwoTensor .2."):
+    with pytest.raises(ValueError, match=r"must wrap the same number of tensors, not Tensor .1., TwoTensor .2."):
         group.all_gather_into_tensor(torch.empty(3 * size), two(rank, 3))
 
 

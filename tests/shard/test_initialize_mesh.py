@@ -162,7 +162,7 @@ def test_ten_steps_on_a_mesh_are_those_of_one_process(world, number):
 @pytest.mark.ranks(2)
 def test_an_optimizer_that_needs_whole_matrices_is_refused_where_tensor_ranks_have_parts_of_them(world):
     for optimizer, optim in ((torch.optim.Adafactor, None), (None, {"name": "adafactor", "lr": 1e-2})):
-        with pytest.raises(InputError, match=r"Adafactor cannot be sharded: .* parallel\.tensor 1, or say"):
+        with pytest.raises(InputError, match=r"Adafactor cannot be sharded: .* parallel\.tensor 1, or set"):
             made(optimizer, optim=optim, tensor=2)
 
 
@@ -339,7 +339,7 @@ def test_what_cannot_be_is_told_in_one_line(world):
     refused(world, "Net does not say where it may be cut; .* an nn.Sequential", begin())
     refused(world, "Net has no module 'outo'", begin(blocks=[*NAMES[:-1], "outo"]))
     refused(world, r"parameters \['out.*'\] of the model are in none|parameters .* in none", begin(blocks=NAMES[1:-1]))
-    refused(world, "Net does not say how it is to be divided; .* tensor_plan", begin(config={"tensor": 2}))
+    refused(world, "Net does not define how to divide it; .* tensor_plan", begin(config={"tensor": 2}))
     refused(world, "the optimizer has a state already", begin(used, stepped, blocks=NAMES))
     refused(world, "parameters that are not the model's", begin(None, strange, blocks=NAMES))
     refused(world, "made 7 groups of parameters on rank 0 and 19 on rank 1", begin(

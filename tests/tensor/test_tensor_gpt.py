@@ -95,7 +95,7 @@ def test_other_blocks_and_documents_kept_apart_are_those_of_one_process(world, s
 @pytest.mark.ranks(2, 3)
 def test_heads_of_keys_that_the_ranks_cannot_share_are_refused_in_one_line(world):
     model = GPT(7, 1, 24, 6, form=Form(kv_heads=1))
-    with pytest.raises(InputError, match=rf"qkv: 1 key-value heads cannot be shared evenly by {world.size} tensor"):
+    with pytest.raises(InputError, match=rf"qkv: 1 key-value heads cannot be divided evenly over {world.size} tensor"):
         parallelize(model, world, plan_for(model))
 
 

@@ -164,7 +164,7 @@ def test_what_a_warm_up_cannot_do_is_one_line_before_the_first_step(world, folde
             "parallel": {"mode": "server"},
             "train": TRAIN | {"batch_warmup": [[2, 2], [2, 1]]},
         },
-        "BatchNorm needs .* 5 samples are not on 2 ranks": images,
+        "BatchNorm needs .* 5 samples on 2 ranks give different numbers": images,
         "a batch of 1 samples leaves some of 2 ranks without one": {
             "parallel": {"zero": 3, "share_node": False},
             "train": TRAIN | {"batch_warmup": [[2, 4], [2, 1]]},

@@ -302,5 +302,5 @@ def test_a_loss_says_what_its_mean_is_over():
 def test_batch_norms_on_stages_need_as_many_microbatches_on_each_rank(world, place):
     sections = {"data": {"path": "digits"}, "model": {"name": "resnet", "layers": 18, "width": 4}}
     sections |= {"train": {"steps": 1, "batch": 5, "microbatch": 1}, "parallel": {"pipeline": 2}}
-    with pytest.raises(InputError, match="BatchNorm needs as many microbatches on each rank"):
+    with pytest.raises(InputError, match="BatchNorm needs the same number of microbatches on each rank"):
         run(world, place / "uneven", **sections)
