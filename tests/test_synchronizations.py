@@ -25,17 +25,14 @@ MEMORY = f"{IN_ORDER}::test_memory_is_not_given_out_while_an_operation_may_use_i
 MESSAGE = f"{IN_ORDER}::test_messages_come_after_what_was_asked_before"
 BLOCKS = f"{OPERATION}::test_uneven_blocks"
 SUBMITTED = f"{OPERATION}::test_asynchronous_operations_complete_in_the_order_of_submission"
-BACKEND = "tests/backend/test_backend_device.py::test_an_operation_stands_where_it_was_issued"
-BACKEND_MESSAGE = "tests/backend/test_backend_device.py::test_messages_stand_where_they_were_issued"
-BACKEND_MEMORY = "tests/backend/test_backend_device.py::test_memory_is_not_given_out_while_an_operation_may_use_it"
+BACKEND = "tests/backend/test_backend_device.py::test_operations_keep_their_order_on_the_stream"
+BACKEND_MESSAGE = "tests/backend/test_backend_device.py::test_messages_keep_their_order_on_the_stream"
+BACKEND_MEMORY = "tests/backend/test_backend_device.py::test_memory_is_not_reused_during_an_operation"
 LOSSES = "tests/train/test_device.py::test_losses_are_those_of_the_cpu[ddp-pretend]"
 BATCH = "tests/train/test_device.py::test_a_batch_may_be_changed_as_soon_as_it_was_given"
 SAVED = "tests/checkpoint/test_store.py::test_what_is_saved_is_loaded_whole_and_in_columns"
 SAVED_BESIDE = "tests/checkpoint/test_background_saves.py::test_a_background_save_holds_the_state_at_its_call"
-RESUMED = (
-    "tests/shard/test_stages_checkpoints.py"
-    "::test_training_on_a_device_goes_on_with_the_same_bits_and_on_the_cpu_too[pretend]"
-)
+RESUMED = "tests/shard/test_stages_checkpoints.py::test_training_on_a_device_resumes_bitwise_and_on_the_cpu[pretend]"
 ON_THE_HOST = "tests/shard/test_host_update.py"
 LOADER = "tests/data/test_data_loader.py::test_a_device_gets_the_samples_that_the_host_reads"
 SERIAL = (ON_THE_HOST, LOADER)

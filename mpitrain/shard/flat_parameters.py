@@ -206,9 +206,8 @@ def check_elementwise(
             )
         if not (needs_whole or kind in ELEMENTWISE or getattr(part, "elementwise", False)):
             raise refusal(
-                f"{kind.__name__} cannot be sharded, because it may not update each element independently; use "
-                f"adamw or another element-wise optimizer, or set {otherwise}, or set `optimizer.elementwise = True` "
-                "if its update is element-wise"
+                f"{kind.__name__} cannot be sharded: it is not known to update each element independently; use "
+                f"adamw or another element-wise optimizer, or {otherwise}, or set `optimizer.elementwise = True`"
             )
 
 

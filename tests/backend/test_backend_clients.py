@@ -18,7 +18,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 @pytest.mark.ranks(2, 3)
-def test_groups_of_some_ranks(group, world):
+def test_groups_of_some_ranks_communicate(group, world):
     size, rank = world.size, world.rank
     every = [group.new_group([r, (r + 1) % size]) for r in range(size if size > 2 else 1)]  # overlapping ones
     for r, pair in enumerate(every):
@@ -93,7 +93,7 @@ def test_destroyed_groups_can_be_made_again(group, world):
 
 
 @pytest.mark.ranks(4)
-def test_a_mesh_of_two_dimensions_and_tensor_parallel_layers(group, world):
+def test_device_mesh_and_tensor_parallel_layers_work(group, world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -176,7 +176,7 @@ def test_functional_collectives_and_compiled_functions(group, world):
 
 
 @pytest.mark.ranks(2, 3)
-def test_collectives_are_seen_by_those_who_watch_the_dispatcher(group, world):
+def test_dispatch_modes_and_profiler_see_collectives(group, world):
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.profiler import ProfilerActivity, profile
 
@@ -218,7 +218,7 @@ def test_collectives_are_seen_by_those_who_watch_the_dispatcher(group, world):
 
 
 @pytest.mark.ranks(2)
-def test_the_store_that_ranks_do_not_share_refuses_every_use_at_once(group, world):
+def test_store_raises_at_every_use(group, world):
     store = group.distributed_c10d._get_default_store()
     uses = (
         lambda: store.set("key", "value"),
@@ -239,7 +239,7 @@ def test_the_store_that_ranks_do_not_share_refuses_every_use_at_once(group, worl
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_rank_and_a_size_that_contradict_mpi_are_refused(world):
+def test_rank_and_size_that_contradict_mpi_are_refused(world):
     import torch.distributed as dist
 
     import mpitrain.backend  # noqa: F401
@@ -253,7 +253,7 @@ def test_a_rank_and_a_size_that_contradict_mpi_are_refused(world):
 
 
 @pytest.mark.ranks(2, 3)
-def test_detailed_debugging_shows_who_calls_what(world, monkeypatch):
+def test_debug_detail_reports_mismatched_calls(world, monkeypatch):
     import torch.distributed as dist
 
     import mpitrain.backend  # noqa: F401
@@ -329,7 +329,7 @@ def test_an_unchanged_script_runs_over_mpi(tmp_path, forked):
 
 
 @pytest.mark.serial
-def test_importing_the_backend_leaves_mpi_alone_where_the_launcher_tells_the_rank(forked):
+def test_import_does_not_start_mpi_if_the_launcher_sets_the_rank(forked):
     code = "import mpitrain.backend, os, sys; print(os.environ['RANK'], 'mpi4py' in sys.modules)"
     rank = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     alone = forked.run("-c", code, **rank)
@@ -342,7 +342,7 @@ def test_importing_the_backend_leaves_mpi_alone_where_the_launcher_tells_the_ran
 
 
 @pytest.mark.serial
-def test_leaving_while_a_collective_that_was_given_up_is_under_way_ends_the_job(tmp_path):
+def test_exit_with_an_unfinished_collective_ends_the_job(tmp_path):
     code = """if True:
         import sys, time, torch, torch.distributed as dist, mpitrain.backend
         from datetime import timedelta

@@ -13,7 +13,7 @@ from mpitrain.shard.offload import HostUpdate
 
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_both_ways_come_after_what_the_device_was_asked_before(device, dtype):
+def test_copies_in_both_directions_follow_earlier_device_work(device, dtype):
     stored = torch.zeros(8, dtype=dtype, device=device)
     gradient = torch.zeros(8, dtype=dtype, device=device)
     value = nn.Parameter(pinned((8,), torch.float32, device).zero_())

@@ -59,7 +59,7 @@ def pair():
     ("out", "into", "shape"), [(512, 256, (1, 128, 256)), (256, 300, (3, 7, 300)), (700, 100, (2, 3, 2, 100))]
 )
 @pytest.mark.parametrize("bias", [True, False])
-def test_outputs_and_gradients_have_the_bits_of_torchs_own_layer(dtype, out, into, shape, bias):
+def test_outputs_and_gradients_equal_those_of_nn_linear(dtype, out, into, shape, bias):
     torch.manual_seed(0)
     plain = nn.Linear(into, out, bias).to(dtype)
     layer = copy.deepcopy(plain)
@@ -86,7 +86,7 @@ def test_a_second_backward_pass_adds_to_the_first(pair):
     assert place.holds(layer.weight.grad) and place.given == 1
 
 
-def test_results_of_torch_autograd_grad_are_the_callers(pair):
+def test_autograd_grad_does_not_use_flat_memory(pair):
     plain, layer, place = pair
     x = torch.randn(5, WIDTH, requires_grad=True)
     expected = torch.autograd.grad(plain(x).square().sum(), [x, plain.weight, plain.bias])
@@ -106,7 +106,7 @@ def test_gradients_of_gradients_are_right(pair):
 
 
 @pytest.mark.parametrize("elsewhere", ["compiled", "torch.func", "autocast", "a copy", "frozen", "not contiguous"])
-def test_where_it_cannot_be_done_the_layer_computes_as_ever(pair, elsewhere):
+def test_unsupported_cases_use_the_normal_computation(pair, elsewhere):
     plain, layer, place = pair
     results = []
     for module in (plain, layer):
@@ -134,7 +134,7 @@ def test_where_it_cannot_be_done_the_layer_computes_as_ever(pair, elsewhere):
     assert place.given == 0
 
 
-def test_small_tied_and_derived_layers_are_left_alone():
+def test_small_tied_and_derived_layers_are_unchanged():
     class Own(nn.Linear):
         pass
 

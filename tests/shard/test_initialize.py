@@ -113,7 +113,7 @@ def test_a_deepspeed_file_trains_like_one_process_at_every_stage(world, folder, 
 
 
 @pytest.mark.ranks(1, 2)
-def test_our_settings_and_an_optimizer_of_ones_own(world, folder):
+def test_native_settings_and_user_defined_optimizer(world, folder):
     config = {"train": {"batch": BATCH, "clip": 0.5}, "parallel": {"zero": 2}}
     model = gpt()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
@@ -132,7 +132,7 @@ engine.save(sys.argv[1])
 
 
 @pytest.mark.ranks(2)
-def test_a_folder_of_checkpoints_is_one_jobs_whose_engines_may_save_in_turn(world, folder):
+def test_engines_of_one_job_share_a_checkpoint_folder(world, folder):
     engines = []
     for _ in range(2):
         model = nn.Linear(2, 1)
@@ -158,7 +158,7 @@ def _run(code, *arguments):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_an_engine_goes_on_from_what_another_saved(world, folder):
+def test_an_engine_resumes_from_another_engines_checkpoint(world, folder):
     def made(zero):
         model = gpt()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -188,7 +188,7 @@ def test_an_engine_goes_on_from_what_another_saved(world, folder):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 2, "shard_within": "node"}])
-def test_engines_their_saves_and_loads_leave_nothing_in_mpi(world, folder, parallel):
+def test_engines_free_their_mpi_resources(world, folder, parallel):
     numbers = set()
     for _ in range(6):
         model = nn.Linear(3, 2)
@@ -209,7 +209,7 @@ def test_engines_their_saves_and_loads_leave_nothing_in_mpi(world, folder, paral
 
 
 @pytest.mark.ranks(1)
-def test_what_would_train_with_wrong_gradients_is_refused_in_a_line(world):
+def test_calls_that_give_wrong_gradients_are_refused(world):
     def engine(**more):
         model = nn.Linear(2, 1)
         return mt.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), {"train": {"batch": 2}}, **more)
@@ -253,7 +253,7 @@ def test_what_would_train_with_wrong_gradients_is_refused_in_a_line(world):
 
 
 @pytest.mark.ranks(2)
-def test_what_ranks_have_unlike_is_named_before_they_train_apart(world):
+def test_differences_between_ranks_are_reported_before_training(world):
     def engine(*, width=2, own=0.1, frozen=False, zero=1, precision="fp32", clip=0.5, lr=0.1, decay=0.0, make=False):
         model = nn.Sequential(nn.Linear(2, width), nn.Linear(width, 1))
         model[0].bias.requires_grad_(not frozen)
@@ -287,7 +287,7 @@ def test_what_ranks_have_unlike_is_named_before_they_train_apart(world):
 
 
 @pytest.mark.ranks(1, 2)
-def test_states_of_another_optimizer_are_refused_and_those_of_the_same_are_not(world, folder):
+def test_only_states_of_the_same_optimizer_are_loaded(world, folder):
     def engine(kind, **options):
         model = nn.Linear(2, 1)
         optimizer = kind(model.parameters(), lr=0.1, **options)

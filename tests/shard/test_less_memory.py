@@ -16,7 +16,7 @@ from mpitrain.shard.flat import members, units_of
 
 @pytest.mark.parametrize("tiles", [(1, 1), (2, 3), (5, 7)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_tiles_are_the_layer(tiles, bias):
+def test_tiled_layer_matches_the_whole_layer(tiles, bias):
     torch.manual_seed(0)
     linear = nn.Linear(11, 7, bias=bias)
     tiled = TiledLinear.of(linear, in_tiles=tiles[0], out_tiles=tiles[1])

@@ -29,7 +29,7 @@ def data(step):
 
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_bytes_are_the_formulas_without_sharing(world, zero):
+def test_bytes_match_the_formula_without_sharing(world, zero):
     numel, n = 2 * 64 * 128, world.size
     for precision, totals in (
         ("bf16", (16 * numel, 4 * numel + 12 * numel // n, 2 * numel + 14 * numel // n, 16 * numel // n)),
@@ -59,7 +59,7 @@ def test_one_copy_per_node_takes_less(world, zero):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_padding_is_what_lies_above_the_formula(world, zero):
+def test_bytes_above_the_formula_are_padding(world, zero):
     engine = engine_of(gpt(), world, "adam", zero=zero, share_node=False, bucket_mb=0.004)
     steps_of(engine, world, tokens, steps=1)
     memory = engine.memory()
@@ -70,6 +70,6 @@ def test_padding_is_what_lies_above_the_formula(world, zero):
     engine.close()
 
 
-def test_the_formula_is_that_of_the_paper():
+def test_formula_matches_the_paper():
     totals = [formula(stage, 64, 7_500_000_000, 2, 2).total / 1e9 for stage in STAGES]
     assert totals == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)  # table 1 of the paper, 7.5 B parameters

@@ -14,7 +14,7 @@ from mpitrain.shard.gradients import Gradients, ShardedGradients, WholeGradients
 from mpitrain.shard.parameters import Parameters, ReplicatedParameters, ShardedParameters
 
 
-def test_nothing_asks_which_placement_it_has():
+def test_no_code_checks_the_type_of_a_placement():
     placements = {
         kind.__name__
         for base in (Parameters, Gradients)

@@ -34,7 +34,7 @@ def load(engine, comm, folder):
 @pytest.mark.parametrize(
     "optimizer", [pytest.param("sgd", marks=pytest.mark.ranks(2)), pytest.param("adamw", marks=pytest.mark.ranks(3))]
 )
-def test_any_stage_goes_on_from_any_other(world, folder, optimizer):
+def test_any_stage_resumes_from_any_other(world, folder, optimizer):
     """Resume at another stage on all ranks, and on a single rank."""
     alone = world.subgroup([world.rank])
     whole = engine_of(gpt(), world, optimizer, bucket_mb=0.004)
@@ -69,7 +69,7 @@ def test_any_stage_goes_on_from_any_other(world, folder, optimizer):
     ("placement", "precision"),
     [*((placement, "bf16") for placement in PLACEMENTS), ("ddp", "fp16"), ("zero3-units", "fp16")],
 )
-def test_sixteen_bit_training_goes_on_with_the_same_bits(world, folder, placement, precision):
+def test_sixteen_bit_training_resumes_bitwise(world, folder, placement, precision):
     engine = engine_of(gpt(), world, precision=precision, **PLACEMENTS[placement])
     steps_of(engine, world, tokens, steps=3)
     saved = save(engine, world, folder / "a")
@@ -86,7 +86,7 @@ def test_sixteen_bit_training_goes_on_with_the_same_bits(world, folder, placemen
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
-def test_training_on_a_device_goes_on_with_the_same_bits_and_on_the_cpu_too(world, folder, device, monkeypatch):
+def test_training_on_a_device_resumes_bitwise_and_on_the_cpu(world, folder, device, monkeypatch):
     monkeypatch.setattr("mpitrain.checkpoint.device_memory._BUFFER", 4096)  # so that tensors come in several pieces
     cases = (
         ("bf16", {"zero": 0}, device, {"zero": 0}, device),
@@ -111,7 +111,7 @@ def test_training_on_a_device_goes_on_with_the_same_bits_and_on_the_cpu_too(worl
 
 
 @pytest.mark.ranks(2)
-def test_a_checkpoint_of_one_precision_goes_on_in_another(world, folder):
+def test_a_checkpoint_resumes_in_another_precision(world, folder):
     for source, target, rel in (("fp32", "bf16", 0.02), ("bf16", "fp32", 0.02), ("fp16", "bf16", 0.02)):
         engine = engine_of(gpt(), world, precision=source, zero=1)
         steps_of(engine, world, tokens, steps=3)
@@ -128,7 +128,7 @@ def test_a_checkpoint_of_one_precision_goes_on_in_another(world, folder):
 
 
 @pytest.mark.ranks(3)
-def test_states_in_mapped_files_train_the_same_bits(world, folder):
+def test_states_in_mapped_files_give_the_same_bits(world, folder):
     for placement in ({"zero": 0}, {"zero": 2}, {"zero": 3, "offload_parameters": str(folder / "parameters")}):
         for precision in ("fp32", "bf16"):
             plain = engine_of(gpt(), world, precision=precision, **placement)

@@ -75,7 +75,7 @@ def test_ten_steps_are_those_of_one_process(world, expected, placement, optimize
 
 @pytest.mark.ranks(8)
 @pytest.mark.parametrize("placement", ["ddp", "zero2", "zero3-units"])
-def test_steps_of_many_ranks_with_a_sample_or_two_each_are_those_of_one_process(world, few, placement):
+def test_many_ranks_with_few_samples_match_one_process(world, few, placement):
     take_steps(world, few, "adamw", 1, steps=4, **PLACEMENTS[placement])
 
 
@@ -83,7 +83,7 @@ def test_steps_of_many_ranks_with_a_sample_or_two_each_are_those_of_one_process(
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 @pytest.mark.parametrize("offload", ["", "host"])
 @pytest.mark.parametrize("placement", ["ddp", "zero1", "zero2", "zero3"])
-def test_steps_on_a_device_are_those_on_the_cpu(world, eight, placement, offload, device):
+def test_steps_on_a_device_match_the_cpu(world, eight, placement, offload, device):
     """Compare losses and parameters, and check that the account lists the states on the host separately."""
     with sdpa_kernel(SDPBackend.MATH):
         options = PLACEMENTS[placement] | {"bucket_mb": 0.004, "offload": offload}
@@ -101,7 +101,7 @@ def test_steps_on_a_device_are_those_on_the_cpu(world, eight, placement, offload
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_parameters_of_stage_3_kept_on_the_host_train_as_those_on_the_device(world, precision, device, tmp_path):
+def test_stage_3_parameters_on_the_host_train_as_on_the_device(world, precision, device, tmp_path):
     """Keep parameters on the host or in files, on all ranks and on one; they are updated there with any offload."""
     alone = world.split(world.rank)
     with sdpa_kernel(SDPBackend.MATH):
@@ -125,7 +125,7 @@ def test_parameters_of_stage_3_kept_on_the_host_train_as_those_on_the_device(wor
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 @pytest.mark.parametrize("placement", ["zero1", "zero3"])
-def test_the_update_on_the_host_skips_and_goes_on_as_the_devices_does(world, placement, device):
+def test_host_update_skips_and_continues_like_the_device_update(world, placement, device):
     """Train in 16 bits; a skipped update leaves no gradients behind for the next one."""
     losses = {}
     for offload in ("", "host"):
@@ -150,7 +150,7 @@ def take_steps(world, wanted, optimizer, microbatches, steps=10, **options):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("placement", ["zero1", "zero2-private", "zero3", "zero3-units"])
-def test_norms_of_whole_parameters_that_lamb_and_lars_need_are_those_of_one_process(world, placement):
+def test_lamb_and_lars_match_one_process(world, placement):
     """Use shares that end in the middle of matrices, and clipped gradients."""
     for kind, options in ((Lamb, {"lr": 0.01}), (Lars, {"lr": 0.1, "trust_coefficient": 0.1, "weight_decay": 0.1})):
         whole, model = gpt(), gpt()
@@ -168,7 +168,7 @@ def test_norms_of_whole_parameters_that_lamb_and_lars_need_are_those_of_one_proc
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("placement", ["zero1", "zero2", "zero3-units"])
-def test_random_delays_change_nothing(world, expected, placement):
+def test_random_delays_do_not_change_results(world, expected, placement):
     chance = random.Random(world.rank)
     engine = engine_of(gpt(), world, bucket_mb=0.004, **PLACEMENTS[placement])
     reduction = engine.sharding.gradients.reduction
@@ -190,7 +190,7 @@ def test_random_delays_change_nothing(world, expected, placement):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_what_goes_on_beside_backward_where_a_core_is_free_changes_nothing(world, few, placement, monkeypatch):
+def test_overlapped_communication_does_not_change_results(world, few, placement, monkeypatch):
     monkeypatch.setattr(world, "process", dataclasses.replace(world.process, spare_cores=1))
     comm = world.split(0)
     assert comm.overlaps
@@ -220,7 +220,7 @@ class Branches(nn.Module):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
 @pytest.mark.parametrize("placement", ["ddp", "zero1", "zero2", "zero3", "zero3-units"])
-def test_a_gradient_of_an_earlier_step_is_gone_where_none_came(world, placement, reduce_dtype):
+def test_gradients_of_earlier_steps_are_cleared(world, placement, reduce_dtype):
     model, whole = Branches(), Branches()
     engine = engine_of(model, world, "sgd", clip=0.0, reduce_dtype=reduce_dtype, **PLACEMENTS[placement])
     plain = torch.optim.SGD(whole.parameters(), lr=0.1)
@@ -312,7 +312,7 @@ class Sometimes:
         ("zero3-units", "RMSprop"),
     ],
 )
-def test_a_parameter_that_no_rank_used_in_a_step_is_as_in_torch_not_updated(world, placement, kind):
+def test_parameters_that_no_rank_used_are_not_updated(world, placement, kind):
     """Check that weight decay, states and the step count, by which Adam corrects its averages, leave it alone."""
     sometimes = Sometimes(world, kind)
     engine = sometimes.engine(**PLACEMENTS[placement])
@@ -322,7 +322,7 @@ def test_a_parameter_that_no_rank_used_in_a_step_is_as_in_torch_not_updated(worl
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", ["Adam", "AdamW"])
-def test_steps_that_a_parameter_missed_are_saved_and_read_at_every_stage(world, folder, kind):
+def test_missed_steps_of_a_parameter_survive_a_checkpoint_at_every_stage(world, folder, kind):
     sometimes = Sometimes(world, kind)
     names = ["zero1", "zero3-units", "ddp", "zero2", "zero1"]
     engine = sometimes.engine(**PLACEMENTS[names[0]])
@@ -345,7 +345,7 @@ def test_steps_that_a_parameter_missed_are_saved_and_read_at_every_stage(world, 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("placement", "files"), [("zero1", False), ("zero2", True), ("zero3-units", False)])
-def test_copies_in_fp32_of_parameters_that_missed_steps_are_updated_as_at_stage_0(world, placement, files, folder):
+def test_fp32_copies_of_parameters_that_missed_steps_match_stage_0(world, placement, files, folder):
     states = []
     for options in ({}, PLACEMENTS[placement] | ({"offload": str(folder / "states")} if files else {})):
         sometimes = Sometimes(world, "AdamW")
@@ -359,7 +359,7 @@ def test_copies_in_fp32_of_parameters_that_missed_steps_are_updated_as_at_stage_
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("offload", ["", "host", "files"])
-def test_on_a_device_too_a_parameter_that_missed_steps_has_its_own_count(world, offload, device, folder):
+def test_parameters_that_missed_steps_have_separate_counts_on_a_device(world, offload, device, folder):
     sometimes = Sometimes(world, "AdamW")
     engine = sometimes.engine(device, zero=2, offload=str(folder / "states") if offload == "files" else offload)
     sometimes.train(engine, ((), (0,), (), (0,), (0, 1)))
@@ -419,7 +419,7 @@ def test_a_resnet_with_batch_statistics_of_all_ranks_trains_like_one_process(wor
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_shares_inside_nodes_and_replicas_between_them(world, few, zero, monkeypatch):
+def test_hybrid_sharding_matches_one_process(world, few, zero, monkeypatch):
     topology = Topology(world.rank, (0, 0, 1, 1), world.world_ranks)
     for name, value in vars(Member(topology, world.label)).items():
         monkeypatch.setattr(world, name, value)
@@ -447,7 +447,7 @@ def test_sixteen_bit_training_with_fp32_copies_learns_like_fp32(world, last_of_f
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_by_all_ranks(world, zero):
+def test_all_ranks_skip_a_step_with_a_nonfinite_gradient(world, zero):
     engine = engine_of(gpt(), world, precision="fp16", zero=zero)
     before = engine.state_dict()
     scale = engine.scale.value
@@ -474,7 +474,7 @@ def test_an_optimizer_that_is_not_element_wise_is_refused_by_name(world):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("placement", ["zero1", "zero2", "zero3", "zero3-units"])
-def test_frozen_parameters_stay_and_the_others_train(world, placement):
+def test_frozen_parameters_do_not_change(world, placement):
     def frozen():
         model = gpt()
         for p in model.blocks[0].parameters():
@@ -494,7 +494,7 @@ def test_frozen_parameters_stay_and_the_others_train(world, placement):
 
 
 @pytest.mark.ranks(2)
-def test_sharded_parameters_look_missing_not_wrong_between_passes(world):
+def test_sharded_parameters_are_nan_between_passes(world):
     engine = engine_of(gpt(), world, zero=3, share_node=False)
     steps_of(engine, world, tokens, steps=1)
     weight = engine.module.blocks[0].mlp.up.weight

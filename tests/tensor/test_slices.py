@@ -25,7 +25,7 @@ from mpitrain.tensor.linear import Features, part_of
     ],
 )
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_element_is_on_one_rank_where_the_slice_says(shape, dim, features, size):
+def test_every_element_is_on_one_rank_as_its_slice_describes(shape, dim, features, size):
     whole = nn.Parameter(torch.arange(float(np.prod(shape))).view(shape))
     assembled = torch.full_like(whole, -1).view(-1)
     for rank in range(size):
@@ -44,7 +44,7 @@ def test_every_element_is_on_one_rank_where_the_slice_says(shape, dim, features,
     assert torch.equal(assembled.view(shape), whole.detach())
 
 
-def test_what_nobody_divided_is_whole_and_replicated():
+def test_undivided_parameters_are_whole_and_replicated():
     parameter = nn.Parameter(torch.zeros(3, 4))
     assert logical_of(parameter) == Slice.whole((3, 4)) and is_replicated(parameter)
     [(place, piece)] = logical_of(parameter).pieces("w", 2, 7)

@@ -21,7 +21,7 @@ def of(rank, *shape, dtype=torch.float32):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_results_hold_while_tensors_come_and_go_and_grow(axis):
+def test_results_are_right_as_tensors_change_and_grow(axis):
     everyones = range(axis.size)
     results = []
     for elements in (3, 70_000, 300_000, 5, 600_000, 70_000, 0):
@@ -49,14 +49,14 @@ def test_sums_of_16_bit_numbers_are_rounded_once(axis, dtype):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_tensors_that_are_not_contiguous_are_taken_as_they_are(axis):
+def test_noncontiguous_tensors_are_exchanged(axis):
     x = of(axis.rank, 6, 4).t()
     torch.testing.assert_close(axis.all_reduce(x), sum(of(r, 6, 4) for r in range(axis.size)).t())
     torch.testing.assert_close(axis.all_gather(x, 1)[0], torch.cat([of(r, 6, 4).t() for r in range(axis.size)], 1))
 
 
 @pytest.mark.ranks(2, 3)
-def test_ranks_that_were_fed_different_samples_are_told_so(world):
+def test_different_samples_on_ranks_raise_an_error(world):
     axis = Axis(world)
     with pytest.raises(
         CommunicationError, match=r"rank 1 passes 20 elements of float32 for all-reduce, but rank 0 passes 16 "

@@ -37,7 +37,7 @@ def own(axis, length):
 @pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("outputs", [12, 10, 3])
-def test_column_parallel_outputs_are_exactly_those_of_the_whole_layers_rows(axis, world, outputs, bias):
+def test_column_parallel_outputs_equal_rows_of_the_whole_layer(axis, world, outputs, bias):
     torch.manual_seed(0)
     whole = nn.Linear(7, outputs, bias=bias)
     layer = ColumnParallelLinear(whole, axis)
@@ -56,7 +56,7 @@ def test_column_parallel_outputs_are_exactly_those_of_the_whole_layers_rows(axis
 
 
 @pytest.mark.ranks(*SIZES)
-def test_column_parallel_outputs_are_the_whole_layers(axis):
+def test_column_parallel_outputs_match_the_whole_layer(axis):
     torch.manual_seed(0)
     for inputs, outputs, samples in ((16, 64, 32), (64, 192, 100), (100, 300, 64)):
         whole, x = nn.Linear(inputs, outputs), torch.randn(samples, inputs)
@@ -65,7 +65,7 @@ def test_column_parallel_outputs_are_the_whole_layers(axis):
 
 
 @pytest.mark.ranks(*SIZES)
-def test_column_parallel_outputs_gathered_are_the_whole_ones(axis, world):
+def test_gathered_column_parallel_outputs_match_the_whole_output(axis, world):
     torch.manual_seed(0)
     whole = nn.Linear(6, 11)
     layer = ColumnParallelLinear(whole, axis, gather_output=True)
@@ -98,7 +98,7 @@ def test_row_parallel_sums_once_and_adds_the_bias_once(axis, world, inputs, scat
 
 
 @pytest.mark.ranks(*SIZES)
-def test_a_fused_layer_is_cut_in_each_of_its_sections(axis, world):
+def test_a_fused_layer_is_divided_in_each_of_its_sections(axis, world):
     for features in (Features((8, 8, 8), 2), Features((16, 8, 8), 2), Features((5, 5))):
         torch.manual_seed(0)
         whole = nn.Linear(3, sum(features.sections))
@@ -130,7 +130,7 @@ def test_a_column_and_row_pair_along_the_sequence_equals_one_process(axis, world
 
 
 @pytest.mark.ranks(2, 3)
-def test_along_the_sequence_only_the_own_part_is_kept_for_backward(axis):
+def test_sequence_parallel_saves_only_the_local_part_for_backward(axis):
     layer = ColumnParallelLinear(nn.Linear(16, 64), axis, sequence=True)
     x = torch.randn(1, 12 // axis.size, 16, requires_grad=True)
     sizes = []
@@ -145,7 +145,7 @@ def test_along_the_sequence_only_the_own_part_is_kept_for_backward(axis):
 @pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize("vocabulary", [257, 12, 3])
 @pytest.mark.parametrize("padding", [None, 1])
-def test_vocabulary_parallel_embedding_equals_the_whole_one_exactly(axis, world, vocabulary, padding):
+def test_vocabulary_parallel_embedding_equals_the_whole_embedding(axis, world, vocabulary, padding):
     torch.manual_seed(0)
     whole = nn.Embedding(vocabulary, 5, padding_idx=padding)
     layer = VocabularyParallelEmbedding(whole, axis)
@@ -180,7 +180,7 @@ def test_vocabulary_parallel_cross_entropy_equals_torch(axis, world, vocabulary,
 
 
 @pytest.mark.ranks(*SIZES)
-def test_cross_entropy_stands_large_scores_and_16_bits(axis):
+def test_cross_entropy_is_stable_for_large_scores_and_16_bits(axis):
     scores = torch.tensor([[1e4, -1e4, 0.0, 9990.0, 5.0], [-3e4, -3e4, -3e4, -3e4, -2.9e4]])
     y = torch.tensor([3, 0])
     expected = nn.functional.cross_entropy(scores, y)
@@ -194,7 +194,7 @@ def test_cross_entropy_stands_large_scores_and_16_bits(axis):
 
 
 @pytest.mark.ranks(*SIZES)
-def test_where_every_target_is_ignored_the_loss_is_torchs(axis):
+def test_cross_entropy_matches_torch_if_every_target_is_ignored(axis):
     y = torch.full((4,), -100)
     scores = torch.randn(4, 8)[:, own(axis, 8)].clone().requires_grad_()
     assert cross_entropy(scores, y, axis, 8).isnan()
@@ -225,7 +225,7 @@ def test_a_token_or_target_outside_the_vocabulary_gives_nan_on_a_device(axis, de
 @pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("length", [8, 5, 2])
-def test_the_functions_and_their_gradients(axis, dim, length):
+def test_exchange_functions_and_their_gradients(axis, dim, length):
     shape = [3, 4, 5]
     shape[dim] = length
     generator = torch.Generator().manual_seed(3)
@@ -264,7 +264,7 @@ def test_the_functions_and_their_gradients(axis, dim, length):
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_replicated_parameter_is_told_from_a_part(axis):
+def test_replicated_parameters_are_distinguished_from_parts(axis):
     column, row = ColumnParallelLinear(nn.Linear(4, 6), axis), RowParallelLinear(nn.Linear(6, 4), axis)
     assert [is_replicated(p) for p in (column.weight, column.bias, row.weight, row.bias)] == [False, False, False, True]
 
@@ -291,7 +291,7 @@ class Counting(Axis):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("sequence", [False, True])
-def test_an_input_of_several_layers_travels_once(world, sequence):
+def test_an_input_of_several_layers_is_communicated_once(world, sequence):
     torch.manual_seed(0)
     axis = Counting(world)
     wholes = [nn.Linear(4, 12) for _ in range(3)]
