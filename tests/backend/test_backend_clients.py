@@ -147,15 +147,15 @@ def test_functional_collectives_and_compiled_functions(group, world):
     size, rank = world.size, world.rank
     world_group = group.group.WORLD
 
-    def together(x: torch.Tensor) -> torch.Tensor:
+    def reduce_and_gather(x: torch.Tensor) -> torch.Tensor:
         total = functional.all_reduce(x + rank, "sum", world_group)
         part = functional.reduce_scatter_tensor(total.repeat(size), "sum", 0, world_group)
         return functional.all_gather_tensor(part, 0, world_group) * 2
 
     x = torch.arange(4.0)
     expected = (size * x + size * (size - 1) / 2).repeat(size) * size * 2
-    assert torch.equal(together(x), expected)
-    assert torch.equal(torch.compile(together, backend="eager")(x), expected)
+    assert torch.equal(reduce_and_gather(x), expected)
+    assert torch.equal(torch.compile(reduce_and_gather, backend="eager")(x), expected)
     rows = [r + 1 for r in range(size)]
     swapped = functional.all_to_all_single(torch.ones(sum(rows)) * rank, [rank + 1] * size, rows, world_group)
     assert swapped.tolist() == [float(r) for r in range(size) for _ in range(rank + 1)]
@@ -280,7 +280,7 @@ def test_a_checkpoint_of_four_ranks_loads_on_two(group, world, folder):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    def trained(seed: int, members) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def train(seed: int, members) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))  # 7 and 3 rows: no rank count divides them
         fully_shard(model, mesh=DeviceMesh.from_group(members, "cpu"))
@@ -298,13 +298,13 @@ def test_a_checkpoint_of_four_ranks_loads_on_two(group, world, folder):
         tensors |= model.named_parameters()
         return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for n, t in tensors.items()}
 
-    saved = trained(1, group.group.WORLD)
+    saved = train(1, group.group.WORLD)
     dcp.async_save(parts(*saved), checkpoint_id=folder).result()
     expected = whole(*saved)
     assert len(expected) == 4 * (1 + 3)  # each parameter with AdamW's two averages and the count of steps
     pair = group.new_group([0, 1])
     if world.rank < 2:
-        loaded = trained(2, pair)
+        loaded = train(2, pair)
         other = whole(*loaded)
         assert not any(torch.equal(other[name], t) for name, t in expected.items() if "step" not in name)
         states = parts(*loaded)

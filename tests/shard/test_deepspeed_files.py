@@ -21,7 +21,7 @@ from mpitrain.trainer.optimizing import Lion, UncorrectedAdamW
 from mpitrain.trainer.options import from_deepspeed
 
 
-def asked(read, key):
+def requested_value(read, key):
     """Return what a configuration requests under a key of `deepspeed_files`."""
     train, parallel, optim = read.config.train, read.config.parallel, read.config.optim
     if key in ("microbatch", "accumulate"):
@@ -48,7 +48,7 @@ def test_public_deepspeed_files_are_supported(name):
         if key not in ("rates", "momenta"):
             if key == "optimizer" and value is not None:
                 value = (value[0], {"weight_decay": 0.0} | value[1])
-            assert asked(read, key) == value, key
+            assert requested_value(read, key) == value, key
     assert {step: pytest.approx(read.schedule.rate(step), abs=1e-12) for step in rates} == rates
     assert {step: pytest.approx(read.schedule.momentum(step), abs=1e-12) for step in momenta} == momenta
     assert all(isinstance(key, str) for key in read.without_effect)
@@ -111,7 +111,7 @@ def test_lamb_and_lars_match_their_papers():
 def test_lamb_matches_deepspeed(correct):
     """Compare where the lower, the upper or none of the default ratio bounds applies, and without bias correction."""
     values = {"optimizer": {"type": "Lamb", "params": {"lr": 0.1, "bias_correction": correct, "weight_decay": 0.01}}}
-    kind, options = asked(read_deepspeed(values, ranks=1), "optimizer")
+    kind, options = requested_value(read_deepspeed(values, ranks=1), "optimizer")
     torch.manual_seed(0)
     for size, bound in ((1e-3, 0.01), (1.0, None), (100.0, 10.0)):
         w, gradients = torch.randn(7) * size, torch.randn(5, 7)
@@ -130,7 +130,7 @@ def test_lamb_matches_deepspeed(correct):
     assert kind == "lamb"
 
 
-def by_deepspeeds_formula(name, update, *, low, high, warmup, steps, log, ratio=0.0, floor=0.0):
+def deepspeed_rates(name, update, *, low, high, warmup, steps, log, ratio=0.0, floor=0.0):
     """Return the rate by DeepSpeed's lr_schedules.py: update 0 has the first rate, update n that of batch n - 1."""
     batch = update - 1
     if batch < 0:
@@ -157,7 +157,7 @@ def test_warmup_matches_deepspeed_at_every_update():
         schedule = read_deepspeed(values, ranks=1).schedule
         warmup_settings = {"low": 1e-4, "high": 2e-3, "warmup": max(2, warmup), "steps": 20, "log": kind == "log"}
         warmup_settings |= {"ratio": 0.2, "floor": 0.05}
-        expected = [by_deepspeeds_formula(name, update, **warmup_settings) for update in range(30)]
+        expected = [deepspeed_rates(name, update, **warmup_settings) for update in range(30)]
         assert [schedule.rate(update) for update in range(30)] == pytest.approx(expected, rel=1e-12), params
 
 

@@ -16,7 +16,7 @@ def axis(request, world):
     tensor_axis.free()
 
 
-def of(rank, *shape, dtype=torch.float32):
+def make_tensor(rank, *shape, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
@@ -25,11 +25,11 @@ def test_results_are_right_as_tensors_change_and_grow(axis):
     everyones = range(axis.size)
     results = []
     for elements in (3, 70_000, 300_000, 5, 600_000, 70_000, 0):
-        mine = of(axis.rank, elements, 2)
-        whole, lengths = axis.all_gather(of(axis.rank, axis.rank + 1, elements), 0)
-        results.append((axis.all_reduce(mine), sum(of(r, elements, 2) for r in everyones)))
-        results.append((whole, torch.cat([of(r, r + 1, elements) for r in everyones])))
-        results.append((axis.reduce_scatter(mine, 1), axis.own(sum(of(r, elements, 2) for r in everyones), 1)))
+        mine = make_tensor(axis.rank, elements, 2)
+        whole, lengths = axis.all_gather(make_tensor(axis.rank, axis.rank + 1, elements), 0)
+        results.append((axis.all_reduce(mine), sum(make_tensor(r, elements, 2) for r in everyones)))
+        results.append((whole, torch.cat([make_tensor(r, r + 1, elements) for r in everyones])))
+        results.append((axis.reduce_scatter(mine, 1), axis.own(sum(make_tensor(r, elements, 2) for r in everyones), 1)))
         assert lengths == [r + 1 for r in everyones]
     for result, expected in results:
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
@@ -39,8 +39,8 @@ def test_results_are_right_as_tensors_change_and_grow(axis):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_sums_of_16_bit_numbers_are_rounded_once(axis, dtype):
     for elements in (100, 40_000):
-        expected = sum(of(r, elements, dtype=dtype).double() for r in range(axis.size)).to(dtype)
-        result = axis.all_reduce(of(axis.rank, elements, dtype=dtype))
+        expected = sum(make_tensor(r, elements, dtype=dtype).double() for r in range(axis.size)).to(dtype)
+        result = axis.all_reduce(make_tensor(axis.rank, elements, dtype=dtype))
         assert result.dtype == dtype
         off = (result.double() - expected.double()).abs()
         assert off.max() <= torch.finfo(dtype).eps * 8
@@ -50,9 +50,11 @@ def test_sums_of_16_bit_numbers_are_rounded_once(axis, dtype):
 
 @pytest.mark.ranks(2, 3, 4)
 def test_noncontiguous_tensors_are_exchanged(axis):
-    x = of(axis.rank, 6, 4).t()
-    torch.testing.assert_close(axis.all_reduce(x), sum(of(r, 6, 4) for r in range(axis.size)).t())
-    torch.testing.assert_close(axis.all_gather(x, 1)[0], torch.cat([of(r, 6, 4).t() for r in range(axis.size)], 1))
+    x = make_tensor(axis.rank, 6, 4).t()
+    torch.testing.assert_close(axis.all_reduce(x), sum(make_tensor(r, 6, 4) for r in range(axis.size)).t())
+    torch.testing.assert_close(
+        axis.all_gather(x, 1)[0], torch.cat([make_tensor(r, 6, 4).t() for r in range(axis.size)], 1)
+    )
 
 
 @pytest.mark.ranks(2, 3)
