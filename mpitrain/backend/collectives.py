@@ -52,7 +52,7 @@ _BITWISE: dict[Any, Callable[..., torch.Tensor]] = {
 }
 
 
-class Reducer:
+class GroupReducer:
     """One reduction operation for one dtype and communicator.
 
     Attributes:
@@ -162,7 +162,7 @@ class Reducer:
         return result
 
 
-def _all_reduce_sparse(tensor: torch.Tensor, reducer: Reducer) -> None:
+def _all_reduce_sparse(tensor: torch.Tensor, reducer: GroupReducer) -> None:
     """Sum or average the COO tensors of all ranks in place. Their nonzero entries may differ."""
     comm = reducer.comm
     if reducer.name not in ("sum", "avg") or reducer.bitwise is not None:
@@ -277,7 +277,7 @@ class GroupCollectives(Base):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, name: str = "allreduce_") -> dist.Work:
         """Reduce each tensor over all ranks in place. `name`: name of the operation for the dispatcher."""
         tensors, opts = as_list(tensors), as_options(opts, dist.AllreduceOptions)
-        signature, act = (tensors, opts.reduceOp.op), Reducer.all_reduce
+        signature, act = (tensors, opts.reduceOp.op), GroupReducer.all_reduce
         return self._reduce("all_reduce", act, opts, tensors, signature=signature, op_args=(name, tensors))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
@@ -297,11 +297,11 @@ class GroupCollectives(Base):
         """Reduce each output. See `_run` for the other arguments.
 
         Args:
-            act: Function called for each output with its `Reducer`, the output, and its elements of `others`.
+            act: Function called for each output with its `GroupReducer`, the output, and its elements of `others`.
             outputs: Tensors that are written.
             others: Further lists, each with one element per output.
         """
-        reducers = [Reducer(opts.reduceOp, t.dtype, self.comm) for t in outputs]
+        reducers = [GroupReducer(opts.reduceOp, t.dtype, self.comm) for t in outputs]
 
         def call() -> None:
             for of_each in zip(reducers, outputs, *others, strict=True):
@@ -314,7 +314,7 @@ class GroupCollectives(Base):
         """Reduce each tensor over all ranks into the root's; the other ranks' tensors keep their values."""
         tensors, opts = as_list(tensors), as_options(opts, dist.ReduceOptions, *others)
         root, op = opts.rootRank, opts.reduceOp.op
-        act, op_args = partial(Reducer.reduce, root=root), ("reduce_", tensors, root, 0)
+        act, op_args = partial(GroupReducer.reduce, root=root), ("reduce_", tensors, root, 0)
         return self._reduce("reduce", act, opts, tensors, signature=(tensors, op, "to", root), op_args=op_args)
 
     @by_inner_tensors
@@ -329,7 +329,7 @@ class GroupCollectives(Base):
         lists = [inputs] if isinstance(inputs[0], torch.Tensor) else list(inputs)
         check_length(self.comm, "reduce_scatter", "input", lists)
 
-        def act(reducer: Reducer, out: torch.Tensor, blocks: Tensors) -> None:
+        def act(reducer: GroupReducer, out: torch.Tensor, blocks: Tensors) -> None:
             joined = Blocks(blocks)
             joined.copy_in()
             reducer.reduce_scatter(out, joined.whole, None if joined.is_even else joined.sizes)
@@ -347,7 +347,7 @@ class GroupCollectives(Base):
     ) -> dist.Work:
         """Write to each output this rank's block of the reduction of its inputs. `op_args`: see `_run`."""
         outputs, inputs, opts = list(outputs), list(inputs), as_options(opts, dist.ReduceScatterOptions)
-        signature, act = (outputs, inputs, opts.reduceOp.op), Reducer.reduce_scatter
+        signature, act = (outputs, inputs, opts.reduceOp.op), GroupReducer.reduce_scatter
         op_args = op_args or ("reduce_scatter_tensor_coalesced_", outputs, inputs)
         return self._reduce("reduce_scatter", act, opts, outputs, inputs, signature=signature, op_args=op_args)
 

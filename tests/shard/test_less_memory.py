@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shard.steps import engine_of, gpt, tokens, train_steps
+from shard.steps import engine_of, gpt, tokens, train_alone, train_steps
 from torch import nn
 
 from mpitrain.errors import InputError
