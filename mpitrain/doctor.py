@@ -28,8 +28,8 @@ if __name__ == "__main__":  # before the other imports, which start MPI; --clean
             name = sys.argv[1].removeprefix("--")
             return int(importlib.import_module(f"mpitrain.measuring.{name}").main(sys.argv[2:]))
 
-        sys.exit(self_start.command(act))
-    early.answer(sys.argv[1:], lambda: str(__doc__).strip())
+        sys.exit(self_start.run_command(act))
+    early.print_help(sys.argv[1:], lambda: str(__doc__).strip())
     if sys.argv[1:]:
         from mpitrain.comm.job.cleanup import clean
         from mpitrain.errors import exit_code_of

@@ -53,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
             subparser.add_argument(path, type=Path, metavar=shown)
         return subparser
 
-    command("ls", lambda given: echo(*contents.listing(given.path)), "list the checkpoints of a run", path="PATH")
+    command(
+        "ls", lambda arguments: echo(*contents.listing(arguments.path)), "list the checkpoints of a run", path="PATH"
+    )
     show = command("show", _show, "what a checkpoint holds", path="PATH")
     show.add_argument("--tensors", default="*", metavar="PATTERN", help="only these names, as 'model/*weight' [*]")
     verify = command("verify", _verify, "hash everything again; exit code 1 and the damaged places if any")
@@ -81,13 +83,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    echo(*contents.description(contents.only(arguments.path), arguments.tensors))
+    echo(*contents.description(contents.resolve(arguments.path), arguments.tensors))
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     bad = 0
     for folder in folders.require(arguments.path):
-        problems = list(contents.damages(folder))
+        problems = list(contents.damaged_places(folder))
         echo(f"{folder}: {counted(len(problems), 'damaged place') if problems else 'all right'}")
         for problem in problems:
             echo(f"  {problem}")
@@ -97,7 +99,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _diff(arguments: argparse.Namespace) -> int:
     count = 0
-    for line in contents.differences(contents.only(arguments.a), contents.only(arguments.b)):
+    for line in contents.differences(contents.resolve(arguments.a), contents.resolve(arguments.b)):
         echo(line)
         count += 1
     print(f"{counted(count, 'tensor')} not the same" if count else "bitwise the same")
@@ -105,7 +107,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    folder = contents.only(arguments.path)
+    folder = contents.resolve(arguments.path)
     if arguments.format == "hf":
         from mpitrain.trainer.weights import export_folder
 
@@ -143,7 +145,7 @@ def _prune(arguments: argparse.Namespace) -> None:
         unusable: set[int] = set()
         steps = folders.finished_steps(root)
         for step in steps:
-            if any(contents.damages(root / folders.folder_name(step))):
+            if any(contents.damaged_places(root / folders.folder_name(step))):
                 unusable.add(step)
                 continue
             verified.append(step)
@@ -151,7 +153,7 @@ def _prune(arguments: argparse.Namespace) -> None:
                 break
         if not verified:
             raise CheckpointError(f"none of the {len(steps)} checkpoints in {root} verifies; nothing is removed")
-        for step in folders.doomed(steps, arguments.keep, verified, unusable, finite, folders.best_step(root)):
+        for step in folders.steps_to_remove(steps, arguments.keep, verified, unusable, finite, folders.best_step(root)):
             name = folders.folder_name(step)
             if folders.is_checkpoint(root / name):
                 folders.discard(root / name)
