@@ -509,8 +509,8 @@ class SquaresSum:
         self._axis, self._divided = axis, torch.tensor(_find_divided(parameters, axis), device=device)[:, None]
         if sharding.config.run.reproducible and (self._shard is not None or bool(self._divided.any())):
             raise refusal(
-                "lamb and lars add up squares in an order that depends on the number of ranks, so run.reproducible "
-                "cannot be kept; use another optim.name, or parallel.zero 0 without parallel.tensor"
+                "lamb and lars add up squares in an order that depends on the number of ranks, which run.reproducible "
+                "forbids; use another optim.name, or parallel.zero 0 without parallel.tensor"
             )
 
     def set_flat_parameters(self, flat_parameters: Sequence[FlatParameter]) -> None:

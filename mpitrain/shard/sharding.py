@@ -151,7 +151,7 @@ class Sharding:
             replicas = self._split(comm.local_rank, 0, "replicas")
             if shard_order(comm) is None:
                 raise refusal(
-                    "parallel.shard_within node needs the same number of ranks on each node; start them that way"
+                    "parallel.shard_within node needs the same number of ranks on each node; start the job that way"
                 )
             return node, replicas if replicas.size > 1 else None
         order = shard_order(comm)

@@ -419,7 +419,9 @@ def in_heads(name: str, sections: Sequence[int], parent: nn.Module, ranks: int, 
     for section in sections:
         count, rest = divmod(section, unit)
         if rest or unit < 1:
-            raise refusal(f"{name}: {section} features are not a multiple of heads of {unit}; set the number of heads")
+            raise refusal(
+                f"{name}: {section} features are not a multiple of the head size {unit}; set the number of heads"
+            )
         if count % ranks:
             raise _uneven_heads_error(name, count, ranks, "heads" if section == sections[0] else "key-value heads")
     return Features(tuple(sections), unit)
