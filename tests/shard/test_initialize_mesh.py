@@ -250,7 +250,7 @@ def test_a_divided_model_does_not_change_the_callers_generators(world):
         torch.manual_seed(5)
         losses = world.all_gather_object(train(engine, 2))
         assert losses[0] == losses[1]
-        assert torch.equal(torch.rand(1), expected)  # with which a DataLoader shuffles alike on all ranks
+        assert torch.equal(torch.rand(1), expected)  # which makes a DataLoader shuffle identically on all ranks
         engine.close()
 
 
@@ -292,7 +292,7 @@ def test_a_pipeline_checkpoint_loads_in_other_layouts_and_is_exported(world, fol
     world.barrier()
 
 
-# -- what is one's own, and what is refused
+# -- user-defined optimizers, and refused arguments
 
 
 @pytest.mark.ranks(2)

@@ -210,7 +210,7 @@ def test_a_deepspeed_configuration_is_converted():
     assert (settings.microbatch, settings.accumulate, settings.config.parallel.zero) == (2, 3, 2)
     scale = settings.deepspeed.scale
     assert settings.config.parallel.offload == "host" and (scale["value"], scale["patience"]) == (256, 5)
-    assert scale["spare"] == 1  # DeepSpeed's hysteresis is 2 unless told otherwise
+    assert scale["spare"] == 1  # DeepSpeed's hysteresis is 2 by default
     assert settings.without_effect == ("steps_per_print", "zero_optimization.contiguous_gradients")
     rates = [settings.schedule.rate(update) for update in (0, 1, 2, 11, 16, 21, 25)]
     assert rates == pytest.approx([0.0, 0.0, 0.01, 0.1, 0.05, 0.0, 0.0])
