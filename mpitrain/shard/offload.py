@@ -146,7 +146,7 @@ class HostUpdate:
 
     def _copy(self, chosen: Sequence[FlatParameter]) -> None:
         """Copy gradients to the host, after all work that is queued on the current stream."""
-        self._to_host.wait_event(devices.recorded(self._device))
+        self._to_host.wait_event(devices.record_event(self._device))
         for flat_parameter in chosen:
             gradient = flat_parameter.gradient()
             if gradient is None:
@@ -155,12 +155,12 @@ class HostUpdate:
             into = self._pinned_like(gradient, self._gradients, flat_parameter)
             with self._to_host:
                 into.copy_(gradient, non_blocking=True)
-            self._host_copied[id(flat_parameter)] = devices.recorded(self._device, self._to_host)
+            self._host_copied[id(flat_parameter)] = devices.record_event(self._device, self._to_host)
 
     def _pinned_like(self, tensor: torch.Tensor, buffers: dict[int, torch.Tensor], of: FlatParameter) -> torch.Tensor:
         """Return the pinned memory of a flat parameter in the shape and dtype of `tensor`, allocated on first use."""
         if id(of) not in buffers:
-            buffers[id(of)] = devices.pinned(tensor.shape, tensor.dtype, self._device)
+            buffers[id(of)] = devices.empty_pinned(tensor.shape, tensor.dtype, self._device)
         return buffers[id(of)]
 
     def gradient(self, flat_parameter: FlatParameter) -> torch.Tensor | None:
@@ -181,8 +181,8 @@ class HostUpdate:
             self._device_copied.synchronize()
             self._device_copied = None
         if self._in_place:
-            devices.recorded(self._device).synchronize()  # the device may still read the values
-        self._to_device.wait_event(devices.recorded(self._device))  # the parameters are read until then
+            devices.record_event(self._device).synchronize()  # the device may still read the values
+        self._to_device.wait_event(devices.record_event(self._device))  # the parameters are read until then
 
     def store(self, flat_parameter: FlatParameter) -> None:
         """Start to copy an updated value into the parameter that it is a copy of, rounded to the parameter's dtype."""
@@ -196,5 +196,5 @@ class HostUpdate:
 
     def end(self) -> None:
         """Make the current stream wait for the updated parameters."""
-        self._device_copied = devices.recorded(self._device, self._to_device)
+        self._device_copied = devices.record_event(self._device, self._to_device)
         devices.current_stream(self._device).wait_event(self._device_copied)
