@@ -358,7 +358,7 @@ def test_invalid_arguments_are_refused_in_one_line(world):
     odd = {"train": {"batch": 7, "microbatch": 2}, "parallel": {"pipeline": 2}}
     check_refused(world, "train.batch 7 is not 2 x 3 x 1 ranks", lambda: mt.initialize(net(), config=odd))
     none = {"parallel": {"pipeline": 2}}
-    check_refused(world, "a pipeline takes the microbatches of a step together: set train.batch", lambda: mt.initialize(
+    check_refused(world, "a pipeline computes all microbatches of a step in one call: set", lambda: mt.initialize(
         net(), config=none))  # fmt: skip
     engine = make_engine(optim=ADAMW, pipeline=2)
     coming = microbatches(engine)
