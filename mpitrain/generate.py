@@ -60,43 +60,49 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(given: argparse.Namespace, job: Job) -> int:
+def _run(arguments: argparse.Namespace, job: Job) -> int:
     """Generate text for all prompts. Collective over the ranks of the job."""
     from mpitrain.inference import placing
-    from mpitrain.inference.generation import Draws, Generation, Sampling, StopWatch
+    from mpitrain.inference.generation import Draws, Generation, Sampling, StopSearch
 
-    sampling = Sampling(given.temperature, given.top_k, given.top_p, given.min_p, given.repetition_penalty)
-    stops = tuple(given.stop)
+    sampling = Sampling(
+        arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p, arguments.repetition_penalty
+    )
+    stops = tuple(arguments.stop)
     if "" in stops:
         raise refusal("--stop '': an empty text is at once there; give a text to stop at, or leave it out")
-    texts: list[str] = job.decided(lambda: _texts(given))
-    model = placing.placed(given.run, job, job.device(given.device), best=given.best, trust=given.trust)
+    texts: list[str] = job.on_root(lambda: _read_texts(arguments))
+    model = placing.load_language_model(
+        arguments.run, job, job.device(arguments.device), best=arguments.best, trust=arguments.trust
+    )
     if model.remark:
-        job.say(model.remark)
-    codec, prompts = job.agreed(lambda: _encoded(texts, model))
+        job.print_message(model.remark)
+    codec, prompts = job.run_agreed(lambda: _encode_prompts(texts, model))
 
-    def watch() -> StopWatch:
-        return StopWatch(codec.decoder(), stops)
+    def make_stop_search() -> StopSearch:
+        return StopSearch(codec.decoder(), stops)
 
-    generation = Generation(model, sampling, given.tokens, watch if stops else None)
-    if min(map(generation.left, prompts)) < given.tokens:
-        job.say(f"the model has positions for {model.longest} tokens, so that texts end there")
-    stream = len(texts) == 1 and not given.out
-    screen = _Screen(texts[0], watch()) if stream and job.first else None
+    generation = Generation(model, sampling, arguments.tokens, make_stop_search if stops else None)
+    if min(map(generation.left, prompts)) < arguments.tokens:
+        job.print_message(f"the model has positions for {model.longest} tokens, so that texts end there")
+    stream = len(texts) == 1 and not arguments.out
+    screen = _Screen(texts[0], make_stop_search()) if stream and job.first else None
     mine = range(job.column, len(prompts), job.columns)
     continuations = generation.run(
-        prompts, Draws(given.seed, prompts), mine, screen.add if screen is not None else None
+        prompts, Draws(arguments.seed, prompts), mine, screen.add if screen is not None else None
     )
     if screen is not None:
         screen.end()
-    results = job.gathered([(number, continuations[number].tokens, continuations[number].ended) for number in mine])
+    results = job.gather([(number, continuations[number].tokens, continuations[number].ended) for number in mine])
     if job.first and not stream:
-        texts_of = {n: {"text": watch().decode(of), "tokens": len(of), "ended": ended} for n, of, ended in results}
-        json_lines(given.out, ({"prompt": text} | texts_of[number] for number, text in enumerate(texts)))
+        texts_of = {
+            n: {"text": make_stop_search().decode(of), "tokens": len(of), "ended": ended} for n, of, ended in results
+        }
+        json_lines(arguments.out, ({"prompt": text} | texts_of[number] for number, text in enumerate(texts)))
     return EXIT_DONE
 
 
-def _texts(arguments: argparse.Namespace) -> list[str]:
+def _read_texts(arguments: argparse.Namespace) -> list[str]:
     """Return the prompts from the command line and its file."""
     from mpitrain.inference.prompts import read_prompts
 
@@ -108,7 +114,7 @@ def _texts(arguments: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _encoded(texts: Sequence[str], model: LanguageModel) -> tuple[TextCodec, list[list[int]]]:
+def _encode_prompts(texts: Sequence[str], model: LanguageModel) -> tuple[TextCodec, list[list[int]]]:
     """Return the codec of the model's text, and the tokens of the prompts.
 
     An empty prompt starts with the token that ends a document. Raises InputError if there is no such token, or if a

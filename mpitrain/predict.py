@@ -54,7 +54,7 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(map(str.strip, text.split(","))))
 
 
-def _samples(arguments: argparse.Namespace, saved: SavedModel) -> Samples:
+def _open_samples(arguments: argparse.Namespace, saved: SavedModel) -> Samples:
     """Return the samples to predict."""
     from mpitrain.data.sources.documents import TextFields
     from mpitrain.inference.inputs import Texts, open_samples
@@ -74,14 +74,16 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
     import numpy as np
     import torch
 
-    from mpitrain.inference.predictions import new_file, require_file, told_of
+    from mpitrain.inference.predictions import format_of, new_file, require_file
     from mpitrain.loading import load_folder
 
-    job.decided(lambda: require_file(arguments.out))
+    job.on_root(lambda: require_file(arguments.out))
     load = partial(load_folder, trust=arguments.trust)
-    task, saved = job.first_whole(arguments.run, lambda folder: job.agreed(partial(load, folder)), best=arguments.best)
-    samples = job.agreed(lambda: _samples(arguments, saved))
-    table_format, device = told_of(saved.description), job.device(arguments.device)
+    task, saved = job.first_whole(
+        arguments.run, lambda folder: job.run_agreed(partial(load, folder)), best=arguments.best
+    )
+    samples = job.run_agreed(lambda: _open_samples(arguments, saved))
+    table_format, device = format_of(saved.description), job.device(arguments.device)
     module = task.module.to(device)
 
     def rows_of(lo: int, hi: int) -> np.ndarray:
@@ -100,7 +102,7 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
 
     with ExitStack() as stack:
         write = (
-            stack.enter_context(new_file(arguments.out, table_format, samples.names, samples.kept))
+            stack.enter_context(new_file(arguments.out, table_format, samples.names, samples.extra_columns))
             if job.first
             else None
         )
@@ -109,17 +111,17 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
             end = min(first + per_round, len(samples))
             lo = min(first + arguments.batch * job.column, end)
             hi = min(lo + arguments.batch, end)
-            all_rows = job.rows(job.agreed(partial(rows_of, lo, hi)))
+            all_rows = job.gather_rows(job.run_agreed(partial(rows_of, lo, hi)))
             count += len(all_rows)
             if write is not None:
                 write(all_rows[:, 0].astype(np.int64).tolist(), all_rows[:, 1:])
         if count == 0 and arguments.skip_bad:
-            raise refusal(f"{arguments.input} has nothing but {samples.called}; give others")
+            raise refusal(f"{arguments.input} has nothing but {samples.left_out_kind}; give others")
     if bad := sorted(
-        set(job.gathered(samples.left_out))
+        set(job.gather(samples.left_out))
     ):  # every rank reads the whole table, so ranks may report the same row
-        job.say(f"left out {len(bad)} {samples.called}, such as {bad[0][1]}")
-    job.say(f"{count} samples in {arguments.out}")
+        job.print_message(f"left out {len(bad)} {samples.left_out_kind}, such as {bad[0][1]}")
+    job.print_message(f"{count} samples in {arguments.out}")
     return EXIT_DONE
 
 

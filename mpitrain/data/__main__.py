@@ -180,7 +180,7 @@ def _info(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-_CLEARED = "\r\x1b[K"  # back to the beginning of the terminal line, and clear it
+_CLEAR_LINE = "\r\x1b[K"  # back to the beginning of the terminal line, and clear it
 
 
 @contextmanager
@@ -196,13 +196,15 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         if now - shown >= 0.5:
             shown = now
             done = sum(of_splits.values()) / 2**20
-            print(f"{_CLEARED}{done:,.0f} MiB, {done / (now - start):,.0f} MiB/s", end="", file=sys.stderr, flush=True)
+            print(
+                f"{_CLEAR_LINE}{done:,.0f} MiB, {done / (now - start):,.0f} MiB/s", end="", file=sys.stderr, flush=True
+            )
 
     try:
         yield show
     finally:
         if shown > start:
-            print(_CLEARED, end="", file=sys.stderr, flush=True)
+            print(_CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
 
 # -- Description of a data set, as lines of text
@@ -211,7 +213,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 _MOST_CLASSES = 12  # shown by name
 _LONGEST, _LONGEST_NAME = 1000, 100  # characters of a value, and of a class
 _TITLES = {TRAIN: "train", HELD_OUT: "held out"}
-_GIVEN = {"integer": "int64", "float": "float32", "unit": "float32 of value/255"}
+_READ_AS = {"integer": "int64", "float": "float32", "unit": "float32 of value/255"}
 
 
 def describe(folder: Path, manifest: DatasetManifest) -> Iterator[str]:
@@ -235,7 +237,7 @@ def _facts(folder: Path, manifest: DatasetManifest) -> Iterator[tuple[str, str]]
     if manifest.kind == "arrays":
         for field in manifest.fields:
             shape = " x ".join(str(n) for n in field.shape) or "one number"
-            yield field.name, f"{shape}, stored as {field.dtype}, read as {_GIVEN[field.given]}"
+            yield field.name, f"{shape}, stored as {field.dtype}, read as {_READ_AS[field.given]}"
     if manifest.vocabulary is not None:
         yield "vocabulary", f"{manifest.vocabulary:,}"
     if manifest.kind == "tokens":

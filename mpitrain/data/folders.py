@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 def make_dataset(
-    target: Path, fill: Callable[[Path], None], *, once: bool, whole: Callable[[Path], bool] = is_dataset
+    target: Path, fill: Callable[[Path], None], *, once: bool, is_usable: Callable[[Path], bool] = is_dataset
 ) -> None:
     """Make a data set folder: fill it under a temporary name, then rename it.
 
@@ -59,17 +59,17 @@ def make_dataset(
         fill: Function that writes the data set into the temporary folder.
         once: If true, accept a complete data set of that name, even if another process makes it meanwhile; if false, an
             existing one is an error.
-        whole: Function that returns True if a data set can be used. With `once`, a data set that cannot is replaced.
+        is_usable: Function that returns True if a data set can be used. With `once`, a data set that cannot is replaced.
 
     Raises:
         InputError: The name is taken, the folder is not writable, or the disk is full.
     """
     with os_errors(f"data set {target} cannot be written"):
-        if once and whole(target):  # checked without a lock, so that it works on a read-only file system too
+        if once and is_usable(target):  # checked without a lock, so that it works on a read-only file system too
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         with locks.waiting(target.parent / f".{target.name}.lock") as locked:
-            if once and whole(target):
+            if once and is_usable(target):
                 return
             prefix = f".{target.name}.tmp-{os.uname().nodename}-"
             if once and is_dataset(target):
@@ -98,12 +98,12 @@ def os_errors(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error).splitlines()[0]
-        reason = _MENDS.get(error.errno or 0, f"{reason} ({error.filename})" if error.filename else reason)
+        reason = _FIXES.get(error.errno or 0, f"{reason} ({error.filename})" if error.filename else reason)
         raise InputError(f"{what}: {reason}") from error
 
 
 @contextmanager
-def needing(what: str, package: str, extra: str = "data") -> Iterator[None]:
+def require_package(what: str, package: str, extra: str = "data") -> Iterator[None]:
     """Turn an ImportError raised in the `with` block into an InputError that says what to install.
 
     Args:
@@ -117,7 +117,7 @@ def needing(what: str, package: str, extra: str = "data") -> Iterator[None]:
         raise InputError(f'{what} the package {package}; pip install "mpitrain[{extra}]"') from None
 
 
-_MENDS = {
+_FIXES = {
     errno.ENOSPC: "the disk is full; free some space, or use another place",
     errno.EDQUOT: "the disk quota is used up; free some space, or use another place",
     errno.EFBIG: "a file grew over the allowed size (ulimit -f); use a smaller --shard-mb",
@@ -156,7 +156,7 @@ def resolve(data_path: str, root: Path = Path("data")) -> Path:
     Raises:
         InputError: There is no data set, or the embedded one cannot be made.
     """
-    embedded = {"": ("python-source", _python_source, 0.05), DIGITS: (DIGITS, _digits, 0.1)}
+    embedded = {"": ("python-source", _python_source, 0.05), DIGITS: (DIGITS, _digits_source, 0.1)}
     if data_path not in embedded:
         read_manifest(Path(data_path))
         return Path(data_path)
@@ -198,11 +198,11 @@ def python_files(library: Path) -> list[Path]:
     return sorted(path for path in paths if path.is_file())
 
 
-def _digits() -> tuple[Source, str]:
+def _digits_source() -> tuple[Source, str]:
     from mpitrain.data.format import FieldSpec
     from mpitrain.data.sources import Source, partition
 
-    with needing("data.path digits needs", "scikit-learn", "digits"):
+    with require_package("data.path digits needs", "scikit-learn", "digits"):
         from sklearn.datasets import load_digits
     digits = load_digits()
     x = (digits.images / 16.0).astype(np.float32)[:, None]  # grey values are 0 to 16
@@ -213,7 +213,7 @@ def _digits() -> tuple[Source, str]:
     return source, "scikit-learn's bundled digits (UCI optical recognition of handwritten digits)"
 
 
-_LEFT = 64 << 20  # bytes to leave free
+_SPARE_BYTES = 64 << 20  # bytes to leave free
 _PAUSE = 0.1  # seconds
 
 
@@ -238,8 +238,12 @@ def stage(source: Path, stage: Path) -> None:
         InputError: There is not enough space, the folder is not writable, or shards are damaged.
     """
     manifest = read_manifest(source)
-    target, fill, whole = staged_folder(source, stage), partial(_copy, source, manifest), partial(_is_whole, manifest)
-    make_dataset(target, fill, once=True, whole=whole)
+    target, fill, is_usable = (
+        staged_folder(source, stage),
+        partial(_copy, source, manifest),
+        partial(_is_whole, manifest),
+    )
+    make_dataset(target, fill, once=True, is_usable=is_usable)
 
 
 def stage_on_nodes(world: Communicator, path: str, stage_path: Path) -> None:
@@ -289,7 +293,7 @@ def _is_whole(manifest: DatasetManifest, folder: Path) -> bool:
 
 
 def _copy(source: Path, manifest: DatasetManifest, into: Path) -> None:
-    needed, free = sum(shard.bytes for shard in manifest.shards) + _LEFT, free_bytes(into)
+    needed, free = sum(shard.bytes for shard in manifest.shards) + _SPARE_BYTES, free_bytes(into)
     if free < needed:
         raise InputError(
             f"data.stage {into.parent} has {free / 1e9:.1f} GB free and the data set needs {needed / 1e9:.1f} GB; make "

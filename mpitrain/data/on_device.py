@@ -64,7 +64,7 @@ def on_device(batches: Iterable[T], to: torch.device, ahead: int = 2) -> Iterato
                 end = error
                 break
             with stream:
-                there = mapped(lambda t: t.to(to, non_blocking=True), host)
+                there = map_tensors(lambda t: t.to(to, non_blocking=True), host)
             copied = device.recorded(to, stream)
             coming.append((there, copied))
             copying.append((host, copied))
@@ -75,7 +75,7 @@ def on_device(batches: Iterable[T], to: torch.device, ahead: int = 2) -> Iterato
             raise end
         batch, copied = coming.popleft()
         device.current_stream(to).wait_event(copied)
-        mapped(_used, batch)
+        map_tensors(_record_use, batch)
         while copying and copying[0][1].query():
             copying.popleft()
         yield batch
@@ -95,20 +95,20 @@ def pin(batch: T, to: torch.device) -> T:
         return batch
     device.use(to)  # otherwise a new thread uses device 0 and allocates memory there
 
-    def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    def pin_tensor(tensor: torch.Tensor) -> torch.Tensor:
         if device.is_accelerator(tensor.device) or tensor.is_pinned():
             return tensor
         return device.pinned(tensor.shape, tensor.dtype, to).copy_(tensor)
 
-    return mapped(pinned, batch)
+    return map_tensors(pin_tensor, batch)
 
 
-def _used(tensor: torch.Tensor) -> torch.Tensor:
+def _record_use(tensor: torch.Tensor) -> torch.Tensor:
     tensor.record_stream(device.current_stream(tensor.device))  # torch's annotation names the older stream class
     return tensor
 
 
-def mapped(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
     """Return a batch with a function applied to every tensor in it, in tuples, lists, mappings and dataclasses.
 
     Args:
@@ -118,12 +118,12 @@ def mapped(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
-        return {key: mapped(change, each) for key, each in batch.items()}
+        return {key: map_tensors(change, each) for key, each in batch.items()}
     if isinstance(batch, (tuple, list)):
-        parts = (mapped(change, each) for each in batch)
+        parts = (map_tensors(change, each) for each in batch)
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        values = {f.name: mapped(change, getattr(batch, f.name)) for f in dataclasses.fields(batch)}
+        values = {f.name: map_tensors(change, getattr(batch, f.name)) for f in dataclasses.fields(batch)}
         return dataclasses.replace(batch, **values)
     return batch
 
@@ -177,14 +177,14 @@ class Augment:
         images, moved = (  # [n, channels, height, width]
             (t.movedim(-1, 1) if last else t.reshape(len(x), -1, *x.shape[-2:])).numpy() for t in (x, out)
         )
-        for image, into, down, right, mirrored in zip(images, moved, *self._drawn(ids, epochs), strict=True):
+        for image, into, down, right, mirrored in zip(images, moved, *self._draw(ids, epochs), strict=True):
             rows, from_rows = _overlap(down, image.shape[1])
             columns, from_columns = _overlap(right, image.shape[2])
             shown = into[..., ::-1] if mirrored else into
             shown[:, rows, columns] = image[:, from_rows, from_columns]
         return out
 
-    def _drawn(self, ids: Ids, epochs: Ids) -> tuple[list[int], list[int], list[bool]]:
+    def _draw(self, ids: Ids, epochs: Ids) -> tuple[list[int], list[int], list[bool]]:
         """Draw the random numbers of each sample.
 
         Returns:

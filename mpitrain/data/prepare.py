@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.data.folders import make_dataset, needing, os_errors
+from mpitrain.data.folders import make_dataset, os_errors, require_package
 from mpitrain.data.format import DatasetManifest, read_manifest
 from mpitrain.data.sources import PrepareOptions, Source, TextFields, arrays, documents, images, table, tokens
-from mpitrain.data.sources.encoder import BYTES, ENDS, without_surrogates
+from mpitrain.data.sources.encoder import BYTES, ENDS, replace_surrogates
 from mpitrain.data.sources.table_files import is_table
 from mpitrain.data.writer import Progress, write_dataset
 from mpitrain.errors import InputError
@@ -126,7 +126,7 @@ def recognise(sources: Sequence[str], options: PrepareOptions, among: Sequence[K
     Raises:
         InputError: The sources are of several kinds or of none, or an option is for another kind.
     """
-    kind, files, skipped = _sorted_out(sources, among)
+    kind, files, skipped = _classify_sources(sources, among)
     for option in (each.name for each in fields(options) if getattr(options, each.name) != each.default):
         if not kind.takes(option):
             owners = " and ".join(other.name for other in among if other.takes(option))
@@ -146,12 +146,12 @@ def recognise(sources: Sequence[str], options: PrepareOptions, among: Sequence[K
     return replace(source, notes=(*source.notes, note))
 
 
-def _sorted_out(sources: Sequence[str], among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
+def _classify_sources(sources: Sequence[str], among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
     """Return the one kind of all sources, their files of that kind, and the files of other kinds in their folders."""
     files_of_kind: dict[Kind, list[Found]] = defaultdict(list)
     skipped: list[Path] = []
     for name in sources:
-        kind, files, other_files = _look(Path(name), among)
+        kind, files, other_files = _classify(Path(name), among)
         files_of_kind[kind] += files
         skipped += other_files
     if len(files_of_kind) > 1:
@@ -161,13 +161,13 @@ def _sorted_out(sources: Sequence[str], among: Sequence[Kind]) -> tuple[Kind, li
     return kind, files, skipped
 
 
-def _look(path: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
+def _classify(path: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
     """Return the kind of one source, its files of that kind in a fixed order, and its other files."""
     with os_errors(f"source {path} cannot be read"):
         if not os.path.lexists(path):
             raise InputError(f"source {path} does not exist; give an existing file or folder")
         if path.is_dir():
-            return _look_into(path, among)
+            return _classify_folder(path, among)
         if path.stat().st_size == 0:
             raise InputError(f"source {path} is empty; give a file with data")
         kind = _kind_of(path, among)
@@ -176,7 +176,7 @@ def _look(path: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Pa
     return kind, [Found(path, path.parent)], []
 
 
-def _look_into(folder: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
+def _classify_folder(folder: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
     by_kind: dict[Kind, list[Path]] = defaultdict(list)
     unknown: list[Path] = []
     for path in files_below(folder):
@@ -267,7 +267,7 @@ def train_tokenizer(sources: Sequence[str], out: Path, vocabulary: int, options:
     Raises:
         InputError: The sources contain no text, the file exists, or the vocabulary is too small.
     """
-    with needing("a tokenizer needs", "tokenizers"):
+    with require_package("a tokenizer needs", "tokenizers"):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     if vocabulary <= BYTES:
         raise InputError(
@@ -277,7 +277,7 @@ def train_tokenizer(sources: Sequence[str], out: Path, vocabulary: int, options:
         raise InputError(f"output file {out} exists already; give another --out, or remove it")
     options = options or PrepareOptions()
     with_fields = _documents(options.text_fields)
-    kind, files, _ = _sorted_out(sources, (with_fields, *KINDS))
+    kind, files, _ = _classify_sources(sources, (with_fields, *KINDS))
     if kind is not with_fields and kind.name != _TEXT:
         raise InputError(f"source {files[0].path} is of the kind {kind.name}; give text, JSON lines or parquet of text")
     tokenizer = Tokenizer(models.BPE())
@@ -306,7 +306,7 @@ def _texts(
         for path in paths:
             if with_fields:
                 for texts in documents.documents_of(path, options.text_fields, encoding):
-                    yield from map(without_surrogates, texts)
+                    yield from map(replace_surrogates, texts)
             else:
                 yield from documents.text_pieces(path, encoding)
     except BaseException as error:

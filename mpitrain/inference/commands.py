@@ -57,11 +57,11 @@ class Job:
         """This rank's number along the data axis."""
         return 0 if self.mesh is None else self.mesh.readers.rank
 
-    def decided(self, make: Callable[[], Any]) -> Any:
+    def on_root(self, make: Callable[[], Any]) -> Any:
         """Call a function on the first rank, and return its result, a JSON value, on all ranks. Collective."""
         return make() if self.mesh is None else self.mesh.world.on_root(make)
 
-    def agreed(self, make: Callable[[], T]) -> T:
+    def run_agreed(self, make: Callable[[], T]) -> T:
         """Call a function on each rank, and return this rank's result. Collective.
 
         An error on one rank is raised on all ranks.
@@ -85,23 +85,23 @@ class Job:
         """
         from mpitrain.loading import candidates, first_whole
 
-        folders = self.decided(lambda: [str(folder) for folder in candidates(path, best=best)])
-        return first_whole([Path(folder) for folder in folders], load, self.say)
+        folders = self.on_root(lambda: [str(folder) for folder in candidates(path, best=best)])
+        return first_whole([Path(folder) for folder in folders], load, self.print_message)
 
-    def gathered(self, items: list[Any]) -> list[Any]:
+    def gather(self, items: list[Any]) -> list[Any]:
         """Return the items of all ranks along the data axis, on the first of them. Collective."""
         if self.mesh is None:
             return items
         return [item for of_rank in self.mesh.readers.gather_objects(items) for item in of_rank]
 
-    def rows(self, own: Array) -> Array:
+    def gather_rows(self, local_rows: Array) -> Array:
         """Concatenate the rows of all ranks along the data axis, in rank order. Collective."""
         if self.mesh is None:
-            return own
-        counts = self.mesh.readers.all_gather_object(len(own))
-        everything = np.empty((sum(counts), own.shape[1]), own.dtype)
-        sizes = [count * own.shape[1] for count in counts]
-        self.mesh.readers.all_gather(everything.reshape(-1), np.ascontiguousarray(own).reshape(-1), counts=sizes)
+            return local_rows
+        counts = self.mesh.readers.all_gather_object(len(local_rows))
+        everything = np.empty((sum(counts), local_rows.shape[1]), local_rows.dtype)
+        sizes = [count * local_rows.shape[1] for count in counts]
+        self.mesh.readers.all_gather(everything.reshape(-1), np.ascontiguousarray(local_rows).reshape(-1), counts=sizes)
         return everything
 
     def device(self, kind: str) -> torch.device:
@@ -118,7 +118,7 @@ class Job:
 
         return choose(kind, self.mesh.world)[0]
 
-    def say(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         """Print a message to standard error, on the first rank only."""
         if self.first:
             print(f"mpitrain: {printable(text, None)}", file=sys.stderr, flush=True)

@@ -28,8 +28,8 @@ from mpitrain.data import Dataset, Description, open_dataset, read_manifest
 from mpitrain.data.format import HELD_OUT, TRAIN, ColumnSpec, is_dataset
 from mpitrain.data.prepare import files_below
 from mpitrain.data.sources.documents import TextFields
-from mpitrain.data.sources.images import BadImage, fitted, is_image, load_decoders
-from mpitrain.data.sources.table_files import cells_of_table, is_table, look, rows_of_table, width
+from mpitrain.data.sources.images import BadImage, is_image, load_decoders, read_image
+from mpitrain.data.sources.table_files import cells_of_table, is_table, open_table, rows_of_table, width
 from mpitrain.errors import InputError
 from mpitrain.inference.prompts import TextCodec, texts_of
 from mpitrain.models.losses import UNCOUNTED
@@ -44,20 +44,20 @@ class Samples(ABC):
         shape: Shape of one sample's x.
         dtype: Data type of x.
         names: Names of the samples in the output; None to use their numbers.
-        called: Description of samples that may be left out, for messages.
-        kept: Columns of a table that are copied to the output, by name, with a value for each sample.
+        left_out_kind: Description of samples that may be left out, for messages.
+        extra_columns: Columns of a table that are copied to the output, by name, with a value for each sample.
         left_out: Samples that this rank has left out so far: number and description of each.
     """
 
     names: Sequence[Any] | None = None
-    called = "samples"
+    left_out_kind = "samples"
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     _items: Any  # one item for each sample
 
     def __init__(self) -> None:
         self.left_out: list[tuple[int, str]] = []
-        self.kept: dict[str, Sequence[Any]] = {}
+        self.extra_columns: dict[str, Sequence[Any]] = {}
 
     def __len__(self) -> int:
         return len(self._items)
@@ -183,23 +183,23 @@ class _Rows(Samples):
         keep: Columns to copy to the output.
     """
 
-    called = "rows that do not fit"
+    left_out_kind = "rows that do not fit"
 
     def __init__(self, path: Path, description: Description, *, skip_bad: bool, keep: Sequence[str]) -> None:
         super().__init__()
         specs = description.columns
         if specs is None:
-            table = look(path, least=1)
+            table = open_table(path, least=1)
             names = [table.name(i) for i in range(table.columns)]
             if table.columns == math.prod(description.x_shape) + 1:
                 names.pop(next((i for i, name in enumerate(names) if name.lower() == "label"), -1))
             specs = tuple(ColumnSpec(name=name) for name in names)
-        unfit = (lambda row, told: self.left_out.append((row, told))) if skip_bad else None
+        unfit = (lambda row, problem: self.left_out.append((row, problem))) if skip_bad else None
         self._items = np.concatenate([np.empty((0, width(specs)), np.float32), *rows_of_table(path, specs, unfit)])
         if skip_bad:
             without = {row for row, _ in self.left_out}
             self.names = [row for row in range(len(self._items) + len(without)) if row not in without]
-        self.kept.update(cells_of_table(path, keep, {row for row, _ in self.left_out}) if keep else {})
+        self.extra_columns.update(cells_of_table(path, keep, {row for row, _ in self.left_out}) if keep else {})
         self.shape, self.dtype = self._items.shape[1:], self._items.dtype
 
     def read(self, lo: int, hi: int) -> tuple[Array, Array, Array | None]:
@@ -209,14 +209,14 @@ class _Rows(Samples):
 class _Images(Samples):
     """Images, scaled and cropped as by `prepare --size`. skip_bad: if true, leave out unreadable images."""
 
-    called = "images that cannot be read"
+    left_out_kind = "images that cannot be read"
 
-    def __init__(self, path: Path, images: Sequence[Path], wanted: tuple[int, ...], *, skip_bad: bool) -> None:
+    def __init__(self, path: Path, images: Sequence[Path], shape: tuple[int, ...], *, skip_bad: bool) -> None:
         super().__init__()
         load_decoders()
-        if len(wanted) != 3 or wanted[0] != 3:
-            raise InputError(f"{path} holds images, and the model was trained on samples of {list(wanted)}; give such")
-        self.shape, self.dtype = wanted, np.dtype(np.float32)
+        if len(shape) != 3 or shape[0] != 3:
+            raise InputError(f"{path} holds images, and the model was trained on samples of {list(shape)}; give such")
+        self.shape, self.dtype = shape, np.dtype(np.float32)
         self._items, self._skip_bad = images, skip_bad
         self.names = [str(image.relative_to(path)) if path.is_dir() else image.name for image in images]
 
@@ -224,7 +224,7 @@ class _Images(Samples):
         numbers, pixels = [], []
         for number, path in enumerate(self._items[lo:hi], lo):
             try:
-                image = fitted(path, f"image {path}", (self.shape[1], self.shape[2]), crop=True)
+                image = read_image(path, f"image {path}", (self.shape[1], self.shape[2]), crop=True)
             except BadImage:
                 if not self._skip_bad:
                     raise

@@ -99,14 +99,14 @@ def build_model(section: ModelSection, description: Description, base: TrainedBa
         task = MODELS[section.name](section, description)
     if base is not None:
         base.fill(task.module)
-    return _with_adapters(section, task, base.checkpoint if base is not None else "") if section.lora else task
+    return _add_adapters(section, task, base.checkpoint if base is not None else "") if section.lora else task
 
 
 def _gpt(section: ModelSection, description: Description) -> Task:
     from mpitrain.models.gpt import GPT, Form
 
     if description.kind != "tokens" or description.vocabulary is None:
-        raise _misfit(section, description, "tokens")
+        raise _misfit_error(section, description, "tokens")
     if section.width % (2 * section.heads):
         fitting = math.ceil(section.width / (2 * section.heads)) * 2 * section.heads
         raise refusal(
@@ -132,7 +132,7 @@ def _resnet(section: ModelSection, description: Description) -> Task:
     from mpitrain.models.resnet import SMALL_IMAGE, ResNet
 
     if description.kind != "arrays" or not is_image(description.x_shape):
-        raise _misfit(section, description, "images")
+        raise _misfit_error(section, description, "images")
     channels, sides, last = image_form(description.x_shape)
     outputs, criterion = _target(description)
     small = max(sides) <= SMALL_IMAGE
@@ -144,7 +144,7 @@ def _mlp(section: ModelSection, description: Description) -> Task:
     from mpitrain.models.mlp import MLP
 
     if description.kind == "tokens":
-        raise _misfit(section, description, "arrays")
+        raise _misfit_error(section, description, "arrays")
     outputs, criterion = _target(description)
     model = MLP(math.prod(description.x_shape), outputs, section.layers, section.width, criterion, section.dropout)
     return Task(model, model.loss)
@@ -172,7 +172,7 @@ def loss_unit(section: ModelSection, description: Description) -> str:
     return "nats" if description.kind == "tokens" or description.classes else "squared error"
 
 
-def _misfit(section: ModelSection, description: Description, takes: str) -> InputError:
+def _misfit_error(section: ModelSection, description: Description, takes: str) -> InputError:
     shape = tuple(description.x_shape)
     if description.kind == "tokens":
         data, fitting = "tokens", "gpt"
@@ -191,7 +191,7 @@ def _misfit(section: ModelSection, description: Description, takes: str) -> Inpu
 _ATTENTION = ("attention", "attn", "self_attn")
 
 
-def _with_adapters(section: ModelSection, task: Task, checkpoint: str = "") -> Task:
+def _add_adapters(section: ModelSection, task: Task, checkpoint: str = "") -> Task:
     """Freeze the model of a task, and add the adapters requested by model.lora. The module is changed in place.
 
     Args:
@@ -206,7 +206,7 @@ def _with_adapters(section: ModelSection, task: Task, checkpoint: str = "") -> T
     source = f"model.factory {section.factory}" if section.factory else f"model.name {section.name}"
     if task.base is not None:
         raise refusal(f"{source} gives a model with adapters already; set model.lora to 0")
-    layer_names = _chosen(module, section.lora_targets, source)
+    layer_names = _choose_layers(module, section.lora_targets, source)
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     adapted = partial(LoraLinear, rank=section.lora, alpha=section.lora_alpha, dropout=section.lora_dropout)
@@ -228,7 +228,7 @@ def adapted_layers(module: nn.Module) -> dict[str, LoraLinear]:
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLinear)}
 
 
-def _chosen(module: nn.Module, targets: Sequence[str], source: str) -> list[str]:
+def _choose_layers(module: nn.Module, targets: Sequence[str], source: str) -> list[str]:
     """Return the names of the layers that get an adapter, in the model's order."""
     linear = [name for name, layer in module.named_modules() if name and linear_parts(layer) is not None]
     if not targets:

@@ -41,7 +41,7 @@ class Earlier(Protocol):
         """
 
 
-class LooksBack(nn.Module):
+class CausalBlock(nn.Module):
     """A module that can process a sequence in slices."""
 
     def forward_cached(self, x: Any, earlier: Earlier) -> Any:
@@ -98,7 +98,7 @@ class EarlierSlices:
         return make(*of)
 
 
-def seen_before(before: int, length: int, device: torch.device) -> torch.Tensor | None:
+def causal_mask(before: int, length: int, device: torch.device) -> torch.Tensor | None:
     """Return the causal attention mask of `length` tokens that follow `before` others.
 
     Args:

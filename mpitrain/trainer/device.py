@@ -15,7 +15,7 @@ from torch import nn
 
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device
-from mpitrain.data.on_device import mapped
+from mpitrain.data.on_device import map_tensors
 from mpitrain.errors import InputError, MpitrainError, refusal
 from mpitrain.storage.text import short
 from mpitrain.trainer.folder import together
@@ -114,7 +114,7 @@ def moved(value: Any, to: torch.device) -> Any:
     """
     if not device.is_accelerator(to):
         return value
-    return mapped(lambda t: t if device.is_accelerator(t.device) else _copied(t, to), value)
+    return map_tensors(lambda t: t if device.is_accelerator(t.device) else _copied(t, to), value)
 
 
 def _copied(tensor: torch.Tensor, to: torch.device) -> torch.Tensor:

@@ -76,12 +76,12 @@ def test_a_model_that_is_divided_writes_the_text_of_one_rank(world, folder, text
     run(world, folder / "run", **sections(text, {"pipeline": world.size}))
     prompts = [list(prompt) for prompt in (b"def ", b"import torch", b"x", b"    return functional")]
     shapes = [{"pipeline": world.size}, {}] + ([{"tensor": 2}] if world.size == 2 else [])
-    alone = placing.placed(folder / "run", Job(), torch.device("cpu"))
+    alone = placing.load_language_model(folder / "run", Job(), torch.device("cpu"))
     for sampling in (Sampling(0), Sampling(0.8, 40, 0.9)):
         expected = Generation(alone, sampling, 24).run(prompts, Draws(2, prompts))
         for shape in shapes:
             mesh = Mesh.make(world, **shape)
-            model = placing.placed(folder / "run", Job(mesh), torch.device("cpu"))
+            model = placing.load_language_model(folder / "run", Job(mesh), torch.device("cpu"))
             mine = range(mesh.data.rank, len(prompts), mesh.data.size)
             continuations = Generation(model, sampling, 24).run(prompts, Draws(2, prompts), mine)
             assert [continuations[n] for n in mine] == [expected[n] for n in mine]
@@ -97,13 +97,13 @@ def test_a_divided_model_of_hugging_face_keeps_what_it_computed_and_writes_the_s
     model = {"factory": f"hf:{folder / family}", "sequence": 8}
     run(world, folder / "run", **sections(text, {}) | {"model": model})
     prompts = [list(prompt) for prompt in (b"def ", b"impo", b"x")]
-    alone = placing.placed(folder / "run", Job(), torch.device("cpu"))
+    alone = placing.load_language_model(folder / "run", Job(), torch.device("cpu"))
     recomputed = replace(alone, decoder=RecomputedBlocks([("", load_model(folder / "run"))]))
     sampling = Sampling(0.8, 40, 0.9)
     expected = Generation(recomputed, sampling, 12).run(prompts, Draws(2, prompts))
     for shape in ({"pipeline": 2}, {"tensor": 2}):
         mesh = Mesh.make(world, **shape)
-        divided = placing.placed(folder / "run", Job(mesh), torch.device("cpu"))
+        divided = placing.load_language_model(folder / "run", Job(mesh), torch.device("cpu"))
         assert isinstance(divided.decoder, CachedBlocks) and not divided.remark
         assert Generation(divided, sampling, 12).run(prompts, Draws(2, prompts), range(3)) == expected
         divided.decoder.begin()

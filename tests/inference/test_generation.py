@@ -9,8 +9,8 @@ import torch
 
 from mpitrain.errors import InputError
 from mpitrain.generate import main as generate
-from mpitrain.inference.generation import BATCH, Draws, Generation, Sampling, StopWatch
-from mpitrain.inference.placing import CachedBlocks, LanguageModel, RecomputedBlocks, Transformers, of_transformers
+from mpitrain.inference.generation import BATCH, Draws, Generation, Sampling, StopSearch
+from mpitrain.inference.placing import CachedBlocks, LanguageModel, RecomputedBlocks, Transformers, transformers_model
 from mpitrain.inference.prompts import BytesCodec, TokenizerCodec, read_prompts
 from mpitrain.models.gpt import GPT
 
@@ -123,7 +123,7 @@ def test_min_p_and_the_repetition_penalty_are_those_of_transformers(temperature,
     for each in chain:
         expected = each(texts, expected)
     sampling = Sampling(temperature, k, p, min_p=least, repetition=1.7)
-    probabilities = sampling.probabilities(sampling.penalized(scores, texts.tolist()))
+    probabilities = sampling.probabilities(sampling.penalize(scores, texts.tolist()))
     torch.testing.assert_close(probabilities, expected.softmax(1), rtol=1e-5, atol=1e-9)
     assert int((probabilities > 0).sum(1).max()) < 30
 
@@ -141,15 +141,15 @@ def test_a_penalty_keeps_the_likeliest_text_from_going_round(gpt):
 
 def test_a_text_ends_before_a_stop_string_and_what_may_be_one_is_held_back(gpt):
     codec = BytesCodec()
-    watch = StopWatch(codec.decoder(), ["END", "\n\n", "NDX"])
+    watch = StopSearch(codec.decoder(), ["END", "\n\n", "NDX"])
     assert [watch.add(byte) for byte in b"aE\nENe E"] == ["a", "", "E", "\n", "", "ENe", " ", ""]
-    assert watch.finish() == "E" and not watch.found
-    watch = StopWatch(codec.decoder(), ["END", "NDX"])
-    assert [watch.add(byte) for byte in b"enENDX"] == ["e", "n", "", "", "", ""] and watch.found
+    assert watch.finish() == "E" and not watch.stopped
+    watch = StopSearch(codec.decoder(), ["END", "NDX"])
+    assert [watch.add(byte) for byte in b"enENDX"] == ["e", "n", "", "", "", ""] and watch.stopped
     assert watch.finish() == ""
     whole = tokens_of(cached(gpt), SAMPLED, PROMPTS[:4], 40)
     stop = bytes(whole[0][10:12]).decode()  # its tokens are bytes of ASCII here
-    generation = Generation(model_of(cached(gpt)), SAMPLED, 40, lambda: StopWatch(codec.decoder(), [stop]))
+    generation = Generation(model_of(cached(gpt)), SAMPLED, 40, lambda: StopSearch(codec.decoder(), [stop]))
     texts = generation.run(PROMPTS[:4], Draws(5, PROMPTS[:4]))
     for tokens, one in zip(whole, texts, strict=True):
         at = bytes(tokens).find(stop.encode())
@@ -222,7 +222,7 @@ def test_a_model_of_transformers_uses_the_cache_that_it_brings_along():
         def forward(self, x):
             return model(x, use_cache=False).logits
 
-    assert of_transformers(model) is model
+    assert transformers_model(model) is model
     for sampling in (Sampling(0), SAMPLED):
         sequences = tokens_of(Transformers(model), sampling, PROMPTS, 20)
         assert sequences == tokens_of(RecomputedBlocks([("", Scores())]), sampling, PROMPTS, 20)

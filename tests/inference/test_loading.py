@@ -19,7 +19,7 @@ from support import one_line
 
 from mpitrain.checkpoint import contents
 from mpitrain.checkpoint.manifest import encode, read_manifest
-from mpitrain.data.sources.images import fitted
+from mpitrain.data.sources.images import read_image
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.inference import inputs
 from mpitrain.loading import TASK, load_model, load_task
@@ -294,7 +294,9 @@ def test_images_become_x_as_in_training_and_broken_ones_are_left_out_where_that_
     (place / "pictures/dogs/0.png").write_bytes((place / "pictures/dogs/1.png").read_bytes()[:60])
     one_line(command(f"predict seen pictures --out {tmp_path / 'again.csv'}"), "dogs/0.png cannot be decoded")
     read: list[Path] = []
-    monkeypatch.setattr(inputs, "fitted", lambda path, *of, **how: read.append(path) or fitted(path, *of, **how))
+    monkeypatch.setattr(
+        inputs, "read_image", lambda path, *of, **how: read.append(path) or read_image(path, *of, **how)
+    )
     done = command(f"predict seen pictures --skip-bad --batch 5 --out {tmp_path / 'again.csv'}")
     assert len(read) == len(set(read)) == 13
     assert done.returncode == 0 and "left out 1 images that cannot be read, such as pictures/dogs/0.png" in done.stderr

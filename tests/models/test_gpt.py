@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mpitrain.models.gpt import GPT, Attention, rotate, turns_of
+from mpitrain.models.gpt import GPT, Attention, rotary_factors, rotate
 from mpitrain.models.losses import cross_entropy
 
 
@@ -64,7 +64,7 @@ def test_the_order_of_earlier_tokens_matters():
 def test_rotary_products_depend_on_distance_alone():
     torch.manual_seed(0)
     q, k = torch.randn(8), torch.randn(8)
-    turned = rotate(torch.stack([q, k]).expand(1, 12, 2, 8), turns_of(0, 12, 8, 1e4, q.device))[
+    turned = rotate(torch.stack([q, k]).expand(1, 12, 2, 8), rotary_factors(0, 12, 8, 1e4, q.device))[
         0
     ]  # the same pair at 12 positions
     products = turned[:, 0] @ turned[:, 1].T
@@ -83,7 +83,7 @@ def test_attention_is_the_textbook_sum():
     attention = Attention(width=8, heads=2, dropout=0.0)
     x = torch.randn(1, 5, 8)
     qkv = (x @ attention.qkv.weight.T + attention.qkv.bias).reshape(1, 5, 3, 2, 4)
-    q, k = (rotate(qkv[:, :, at], turns_of(0, 5, 4, 1e4, x.device)) for at in (0, 1))
+    q, k = (rotate(qkv[:, :, at], rotary_factors(0, 5, 4, 1e4, x.device)) for at in (0, 1))
     mixed = torch.zeros(5, 2, 4)
     for head in range(2):
         for position in range(5):

@@ -208,5 +208,5 @@ def test_a_merged_layer_computes_what_the_layer_and_its_adapter_do():
         x = torch.randn(4, 6)
         expected = plain(x) + 1.5 * x @ layer.lora_a.t() @ layer.lora_b.t()
         torch.testing.assert_close(layer(x), expected)
-        plain.weight = nn.Parameter(layer.merged())
+        plain.weight = nn.Parameter(layer.merged_weight())
         torch.testing.assert_close(plain(x), expected)
