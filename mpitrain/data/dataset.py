@@ -101,13 +101,13 @@ def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None =
     there = set(os.listdir(folder))  # detects missing shards at once; their content is checked when it is read
     for shard in spec.shards:
         if shard.file not in there:
-            raise InputError(f"data set {folder}: shard {shard.file} is missing; restore that file or prepare it again")
+            raise InputError(f"data set {folder}: shard {shard.file} is missing; restore that file, or prepare again")
     reader = RowReader(folder, spec, manifest)
     reader.shard(0)  # reports an unreadable first file at once
     if apart and manifest.document_end is None:
         raise InputError(
-            f"data set {folder} says nowhere which token ends a document, so its documents cannot be kept apart; set "
-            "data.documents joined, or prepare it again with --end-token"
+            f"data set {folder} does not say which token ends a document, so attention cannot stay within documents; "
+            "set data.documents joined, or prepare it again with --end-token"
         )
     if manifest.kind == "tokens":
         return TokenDataset(folder, split, manifest, reader, sequence, apart)
@@ -176,7 +176,7 @@ class Dataset(ABC):
         places = np.argsort(ids, kind="stable")
         ordered = ids[places]
         if len(ids) and not 0 <= ordered[0] <= ordered[-1] < len(self):
-            raise IndexError(f"sample ids from {ordered[0]} to {ordered[-1]} in a data set of {len(self)}")
+            raise IndexError(f"sample ids are {ordered[0]} to {ordered[-1]}, but the data set has {len(self)} samples")
         return places, ordered
 
     def _read_windows(self, number: int, spec: FieldSpec, ids: Ids, step: int, length: int) -> npt.NDArray[Any]:
@@ -227,7 +227,7 @@ class TokenDataset(Dataset):
         separate: bool,
     ) -> None:
         if sequence is None or sequence < 1:
-            raise InputError(f"data set {folder} is a stream of tokens; say how many a sample has (model.sequence)")
+            raise InputError(f"data set {folder} is a stream of tokens; set model.sequence to the tokens per sample")
         if manifest.pack and manifest.pack != sequence:
             raise InputError(
                 f"data set {folder} was packed for samples of {manifest.pack} tokens, not {sequence}; set "
@@ -237,8 +237,8 @@ class TokenDataset(Dataset):
         samples = tokens // (sequence + 1) if manifest.pack else (tokens - 1) // sequence
         if samples < 1:
             raise InputError(
-                f"data set {folder} has {tokens} {split} tokens, one sample of model.sequence {sequence} takes "
-                f"{sequence + 1}; give more data or a shorter sequence"
+                f"data set {folder} has {tokens} {split} tokens, but one sample of model.sequence {sequence} needs "
+                f"{sequence + 1}; use more data or a smaller model.sequence"
             )
         form, end = ((sequence,), np.dtype(np.int64)), manifest.document_end
         details = {"masked": len(manifest.fields) > 1, "document_end": end, "apart": end if separate else None}

@@ -59,7 +59,7 @@ def make_dataset(
         fill: Function that writes the data set into the temporary folder.
         once: If true, accept a complete data set of that name, even if another process makes it meanwhile; if false, an
             existing one is an error.
-        is_usable: Function that returns True if a data set can be used. With `once`, a data set that cannot is replaced.
+        is_usable: Function that returns True if a data set can be used. With `once`, an unusable data set is replaced.
 
     Raises:
         InputError: The name is taken, the folder is not writable, or the disk is full.
@@ -120,11 +120,11 @@ def require_package(what: str, package: str, extra: str = "data") -> Iterator[No
 _FIXES = {
     errno.ENOSPC: "the disk is full; free some space, or use another place",
     errno.EDQUOT: "the disk quota is used up; free some space, or use another place",
-    errno.EFBIG: "a file grew over the allowed size (ulimit -f); use a smaller --shard-mb",
+    errno.EFBIG: "a file would exceed the size limit (ulimit -f); use a smaller --shard-mb",
     errno.EACCES: "no permission; ask its owner for access, or use another place",
     errno.EPERM: "no permission; ask its owner for access, or use another place",
-    errno.EEXIST: "a file lies where a folder is needed; use another place",
-    errno.ENOTDIR: "a file lies where a folder is needed; use another place",
+    errno.EEXIST: "a file exists where a folder is needed; use another place",
+    errno.ENOTDIR: "a file exists where a folder is needed; use another place",
     errno.EROFS: "the file system is read-only; use another place",
 }
 
@@ -136,7 +136,7 @@ def _rename(temporary: Path, target: Path, once: bool) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not is_dataset(target):
             raise
         if not once:
-            raise InputError(f"output folder {target} was made by another process meanwhile; use that one") from None
+            raise InputError(f"output folder {target} was made by another process in the meantime; use it") from None
 
 
 DIGITS = "digits"
@@ -185,7 +185,7 @@ def _python_source() -> tuple[Source, str]:
     library = Path(sysconfig.get_paths()["stdlib"])
     files = python_files(library)
     if not files:
-        raise InputError(f"Python's standard library has no source in {library}; give data.path")
+        raise InputError(f"Python's standard library has no source files in {library}; set data.path to other data")
     return text_source(files, PrepareOptions()), f"Python {sys.version.split()[0]} standard library"
 
 
@@ -296,8 +296,8 @@ def _copy(source: Path, manifest: DatasetManifest, into: Path) -> None:
     needed, free = sum(shard.bytes for shard in manifest.shards) + _SPARE_BYTES, free_bytes(into)
     if free < needed:
         raise InputError(
-            f"data.stage {into.parent} has {free / 1e9:.1f} GB free and the data set needs {needed / 1e9:.1f} GB; make "
-            "room, give another folder, or leave data.stage empty to read the shared one"
+            f"data.stage {into.parent} has {free / 1e9:.1f} GB free, but the data set needs {needed / 1e9:.1f} GB; "
+            "free some space, use another folder, or leave data.stage empty to read the data set in place"
         )
     for name in [shard.file for shard in manifest.shards] + [TOKENIZER] * (source / TOKENIZER).exists():
         sync(Path(shutil.copyfile(source / name, into / name)))

@@ -68,7 +68,7 @@ def check_data(config: Config, data: Dataset) -> None:
     if len(data) < config.train.batch:
         raise InputError(
             f"data set {' and '.join(data_paths(config))} has {len(data)} samples, fewer than train.batch "
-            f"{config.train.batch}; give more data or a smaller train.batch"
+            f"{config.train.batch}; use more data or a smaller train.batch"
         )
 
 
@@ -97,8 +97,8 @@ class Weights:
         self.period = sum(self.parts)
         if self.period > _LONGEST_PERIOD:
             raise InputError(
-                f"data.mix: weights in the ratio {' : '.join(map(str, self.parts))} repeat after {self.period:,} "
-                f"samples; write weights with fewer digits, so that it is at most {_LONGEST_PERIOD:,}"
+                f"data.mix: with weights in the ratio {' : '.join(map(str, self.parts))}, the order repeats only after "
+                f"{self.period:,} samples; use weights with fewer digits, for at most {_LONGEST_PERIOD:,}"
             )
 
     @cached_property
@@ -241,8 +241,8 @@ def open_mix(
         one, other = _describe_form(parts[0].description), _describe_form(part.description)
         if one != other:
             raise InputError(
-                f"data.mix: samples of {folders[there[0]]} and {folders[path]} have different forms ({one} and "
-                f"{other}); mix data sets of the same form"
+                f"data.mix: samples of {folders[there[0]]} and {folders[path]} have different shapes, types or classes "
+                f"({one}; {other}); use data sets in which these are equal"
             )
     return MixedDataset(parts, Weights([mix[path] for path in there]), there)
 
@@ -260,7 +260,7 @@ def _check_same_meaning(folders: Mapping[str, Path], manifests: Mapping[str, Dat
         if one.tokenizer_crc32 != other.tokenizer_crc32:
             raise InputError(f"data.mix: {pair} have different tokenizers; prepare them with the same --tokenizer")
         if one.classes is not None and other.classes is not None and one.classes != other.classes:
-            raise InputError(f"data.mix: {pair} have different classes; prepare them with the same ones")
+            raise InputError(f"data.mix: {pair} have different classes; prepare them with the same classes")
         if separate and one.document_end != other.document_end:
             raise InputError(
                 f"data.mix: documents of {pair} end with different tokens ({one.document_end} and "

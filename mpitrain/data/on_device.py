@@ -152,12 +152,12 @@ class Augment:
             return
         if data.kind != "arrays" or not is_image(data.x_shape) or data.x_dtype != np.float32:
             shape = "tokens" if data.kind == "tokens" else f"{data.x_dtype} of shape {tuple(data.x_shape)}"
-            raise InputError(f"data.augment is for images, and the data are {shape}; leave it out")
+            raise InputError(f"data.augment is for images, but the data are {shape}; remove it")
         sides = data.x_shape[:2] if channels_last(data.x_shape) else data.x_shape[-2:]
         if "crop" in self.names and self.padding >= min(sides):
             raise InputError(
-                f"data.augment_padding {self.padding} moves images of {sides[0]}x{sides[1]} out of sight; set it to "
-                f"less than {min(sides)}"
+                f"data.augment_padding {self.padding} moves images of {sides[0]}x{sides[1]} out of view; set it "
+                f"to less than {min(sides)}"
             )
 
     def __call__(self, x: torch.Tensor, ids: Ids, epochs: Ids) -> torch.Tensor:

@@ -27,7 +27,7 @@ from mpitrain.storage.disk import write_whole
 
 _TEXT = "text"
 _OTHERS = 0.1  # largest fraction of a folder's files that may be of other kinds, and are skipped
-_KNOWN = "text, JSON lines, .npy/.npz, images, archives of images, IDX (MNIST), .csv, .parquet and .bin of tokens"
+_KNOWN = "text, JSON lines, .npy/.npz, images, archives of images, IDX (MNIST), .csv, .parquet or .bin of tokens"
 _LARGEST_ROW = 1 << 30  # bytes of a sample, which must fit into memory several times
 
 
@@ -101,9 +101,9 @@ def prepare(
     options = options or PrepareOptions()
     named = options.text_fields
     if options.prompt is None and options.completion is not None:
-        raise InputError("--completion is the answer to --prompt; name the field of the prompt too")
+        raise InputError("--completion is the answer to --prompt; set --prompt to the field of the prompt")
     if options.prompt is not None and options.text is not None:
-        raise InputError("--text names the whole text and --prompt a part of it; give one of the two")
+        raise InputError("--text names the whole text and --prompt a part of it; use only one of them")
     # documents with fields that the user names come before any other kind of table
     before = [_documents(named)] if named != TextFields() else []
     source = recognise(sources, options, (*more, *before, *KINDS))
@@ -131,14 +131,14 @@ def recognise(sources: Sequence[str], options: PrepareOptions, among: Sequence[K
         if not kind.takes(option):
             owners = " and ".join(other.name for other in among if other.takes(option))
             flag = option.replace("_", "-")
-            raise InputError(f"--{flag} is for {owners}, these sources are {kind.name}; leave it out")
+            raise InputError(f"--{flag} is for {owners}, but these sources are {kind.name}; remove it")
     source = kind.source(files, options)
     row_bytes = sum(field.row_bytes for field in source.fields)
     if row_bytes > _LARGEST_ROW:
         shapes = " and ".join(str(list(field.shape)) for field in source.fields)
         raise InputError(
-            f"source {files[0].path}: samples of {shapes:.200} ({row_bytes:,} bytes) are too large; give "
-            f"some of at most {_LARGEST_ROW >> 30} GiB"
+            f"source {files[0].path}: samples of {shapes:.200} ({row_bytes:,} bytes) are too large; use "
+            f"samples of at most {_LARGEST_ROW >> 30} GiB"
         )
     if not skipped:
         return source
@@ -156,7 +156,7 @@ def _classify_sources(sources: Sequence[str], among: Sequence[Kind]) -> tuple[Ki
         skipped += other_files
     if len(files_of_kind) > 1:
         listed = " and ".join(f"{kind.name} ({files[0].path})" for kind, files in files_of_kind.items())
-        raise InputError(f"sources of different kinds: {listed}; prepare each kind into a folder of its own")
+        raise InputError(f"the sources are of different kinds: {listed}; prepare each kind separately")
     ((kind, files),) = files_of_kind.items()
     return kind, files, skipped
 
@@ -165,14 +165,14 @@ def _classify(path: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], lis
     """Return the kind of one source, its files of that kind in a fixed order, and its other files."""
     with os_errors(f"source {path} cannot be read"):
         if not os.path.lexists(path):
-            raise InputError(f"source {path} does not exist; give an existing file or folder")
+            raise InputError(f"source {path} does not exist; use an existing file or folder")
         if path.is_dir():
             return _classify_folder(path, among)
         if path.stat().st_size == 0:
-            raise InputError(f"source {path} is empty; give a file with data")
+            raise InputError(f"source {path} is empty; use a file with data")
         kind = _kind_of(path, among)
     if kind is None:
-        raise InputError(f"source {path} is of no kind that prepare reads: {_KNOWN}; convert it to one of these")
+        raise InputError(f"source {path} is of no kind that prepare can read; convert it to {_KNOWN}")
     return kind, [Found(path, path.parent)], []
 
 
@@ -184,8 +184,8 @@ def _classify_folder(folder: Path, among: Sequence[Kind]) -> tuple[Kind, list[Fo
             kind = _kind_of(path, among)
             (unknown if kind is None else by_kind[kind]).append(path)
     if not by_kind:
-        reason = f"only files of kinds that prepare does not read, such as {unknown[0].name}" if unknown else "no data"
-        raise InputError(f"source {folder} holds {reason}; give {_KNOWN}")
+        content = f"only files that prepare cannot read, such as {unknown[0].name}" if unknown else "no data"
+        raise InputError(f"source {folder} contains {content}; use {_KNOWN}")
     most = max(by_kind, key=lambda kind: len(by_kind[kind]))
     paths = by_kind.pop(most)
     others = [path for some in by_kind.values() for path in some]
@@ -271,7 +271,7 @@ def train_tokenizer(sources: Sequence[str], out: Path, vocabulary: int, options:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     if vocabulary <= BYTES:
         raise InputError(
-            f"--vocabulary {vocabulary} has no room for {BYTES} bytes and {ENDS[0]}; give {BYTES + 1} or more"
+            f"--vocabulary {vocabulary} is too small for the {BYTES} bytes and {ENDS[0]}; use {BYTES + 1} or more"
         )
     if os.path.lexists(out):
         raise InputError(f"output file {out} exists already; give another --out, or remove it")
@@ -279,7 +279,7 @@ def train_tokenizer(sources: Sequence[str], out: Path, vocabulary: int, options:
     with_fields = _documents(options.text_fields)
     kind, files, _ = _classify_sources(sources, (with_fields, *KINDS))
     if kind is not with_fields and kind.name != _TEXT:
-        raise InputError(f"source {files[0].path} is of the kind {kind.name}; give text, JSON lines or parquet of text")
+        raise InputError(f"source {files[0].path} is of the kind {kind.name}; use text, JSON lines or parquet of text")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -128,15 +128,15 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of every command on a trained model."""
     add = parser.add_argument
     add("--version", action="version", version=VERSION)
-    add("run", type=Path, metavar="RUN", help="a run folder (its newest whole checkpoint), or a checkpoint")
-    add("--best", action="store_true", help="the checkpoint that checkpoint.best keeps [the newest]")
+    add("run", type=Path, metavar="RUN", help="run folder (its newest complete checkpoint), or a checkpoint")
+    add("--best", action="store_true", help="use the checkpoint kept by checkpoint.best [the newest]")
     add_trust(parser)
-    add("--run.device", dest="device", default="auto", metavar="KIND", help="what to compute on [auto]")
+    add("--run.device", dest="device", default="auto", metavar="KIND", help="device to compute on [auto]")
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
     """Declare --trust, for every command that builds the model of a run."""
-    parser.add_argument("--trust", action="store_true", help="run code that lies in the run's folder, as the run asks")
+    parser.add_argument("--trust", action="store_true", help="allow the run to execute code from its own folder")
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -173,9 +173,9 @@ def run_as_job(act: Callable[[Job], int], *, pipeline: int = 1, tensor: int = 1)
 def require_new(path: Path) -> None:
     """Raise InputError if a new file cannot be created at this path."""
     if os.path.lexists(path):
-        raise InputError(f"--out {path} exists already; give another name, or remove it")
+        raise InputError(f"--out {path} exists already; use another name, or remove it")
     if not path.parent.is_dir():
-        raise InputError(f"--out {path}: there is no folder {path.parent}; make it, or give another name")
+        raise InputError(f"--out {path}: there is no folder {path.parent}; make it, or use another name")
 
 
 @contextmanager
@@ -186,7 +186,7 @@ def whole_file(path: Path) -> Iterator[Path]:
         InputError: The file exists already, its folder does not exist, or it cannot be written.
     """
     require_new(path)
-    with reporting(f"--out {path} cannot be written", "make room, or give another name"), replacing(path) as aside:
+    with reporting(f"--out {path} cannot be written", "free some space, or use another name"), replacing(path) as aside:
         yield aside
         require_new(path)
 

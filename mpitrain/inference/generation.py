@@ -66,15 +66,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise refusal(f"--temperature {self.temperature:g}: give 0 for the likeliest token, or a number above it")
+            raise refusal(f"--temperature {self.temperature:g}: use 0 for the likeliest token, or a larger number")
         if self.top_k < 0:
-            raise refusal(f"--top-k {self.top_k}: give how many tokens are drawn from, or 0 for all")
+            raise refusal(f"--top-k {self.top_k}: use the number of tokens to draw from, or 0 for all")
         if not 0 < self.top_p <= 1:
-            raise refusal(f"--top-p {self.top_p:g}: give a probability above 0 and up to 1")
+            raise refusal(f"--top-p {self.top_p:g}: use a probability above 0 and up to 1")
         if not 0 <= self.min_p <= 1:
-            raise refusal(f"--min-p {self.min_p:g}: give a share of the likeliest token's probability, from 0 to 1")
+            raise refusal(f"--min-p {self.min_p:g}: use a fraction of the likeliest token's probability, from 0 to 1")
         if not (math.isfinite(self.repetition) and self.repetition > 0):
-            raise refusal(f"--repetition-penalty {self.repetition:g}: give 1 for none, or a number above it")
+            raise refusal(f"--repetition-penalty {self.repetition:g}: use 1 for none, or a larger number")
 
     def probabilities(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the probability with which each token is drawn.

@@ -248,7 +248,7 @@ class Transformers(Decoder):
         out = self._model(input_ids=tokens, use_cache=True, **self._past)
         name = next((name for name in CACHE_NAMES if name in out), None)
         if name is None:
-            raise InputError(f"{type(self._model).__name__} returns no cache, without which its texts cannot go on")
+            raise InputError(f"{type(self._model).__name__} returns no cache, which generate needs; use another")
         self._past = {name: out[name]}
         return last_scores(out.logits)
 
@@ -285,7 +285,8 @@ def last_scores(output: Any) -> torch.Tensor | None:
     if not isinstance(output, torch.Tensor) or output.dim() != 3:
         form = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise refusal(
-            f"the model gives {form} for tokens [batch, sequence]; generate needs scores [batch, sequence, vocabulary]"
+            f"the model returns {form} for tokens [batch, sequence]; generate needs scores [batch, "
+            "sequence, vocabulary]"
         )
     return output[:, -1]
 
@@ -302,7 +303,7 @@ def require_text(kind: str, vocabulary: int | None) -> int:
     """
     if kind != "tokens" or vocabulary is None:
         raise InputError(
-            f"the model was trained on {kind}, not on text, and generate goes on from a text; use "
+            f"the model was trained on {kind}, not on text, but generate continues text; use "
             "`python -m mpitrain.predict`"
         )
     return vocabulary
@@ -332,8 +333,8 @@ class LanguageModel:
         vocabulary: Number of tokens it was trained on.
         longest: Number of tokens of the longest text it has positions for; None for no limit.
         device: Device that this rank computes on.
-        share_tokens: Function of (tokens, rows) that returns the chosen tokens on all ranks that share the model. `tokens`
-            are those that this rank chose, or None; `rows` is their number.
+        share_tokens: Function of (tokens, rows) that returns the chosen tokens on all ranks that share the model.
+            `tokens` are those that this rank chose, or None; `rows` is their number.
         remark: Remark for the user; empty for none.
     """
 

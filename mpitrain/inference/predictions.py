@@ -145,7 +145,9 @@ def format_of(description: Description) -> PredictionFormat:
 def _require_shape(output: torch.Tensor, shape: list[int], what: str) -> None:
     """Raise InputError unless the output has this shape."""
     if list(output.shape) != shape:
-        raise InputError(f"the model gives {list(output.shape)} for {shape[0]} samples; predict needs {what}, {shape}")
+        raise InputError(
+            f"the model returns {list(output.shape)} for {shape[0]} samples; predict needs {what}, {shape}"
+        )
 
 
 # -- files
@@ -228,5 +230,5 @@ def _array(values: Sequence[Any]) -> Array:
 def require_file(path: Path) -> None:
     """Raise InputError if a file cannot be created at this path, or its suffix is not .csv, .jsonl or .npz."""
     if path.suffix not in (".csv", ".jsonl", ".npz"):
-        raise InputError(f"--out {path}: the kind of file is told by its ending; use .csv, .jsonl or .npz")
+        raise InputError(f"--out {path}: the ending selects the kind of file; use .csv, .jsonl or .npz")
     require_new(path)

@@ -144,7 +144,7 @@ def codec_of(tokenizer: Path | None, vocabulary: int, run: Path) -> TextCodec:
     if vocabulary in (BYTES, BYTES + 1):  # one more if documents have an end token
         return BytesCodec()
     raise InputError(
-        f"{run} has no tokenizer.json, and its {vocabulary} tokens are no bytes; copy the file from the data set there"
+        f"{run} has no tokenizer.json, but its {vocabulary} tokens are not bytes; copy the file of its data set there"
     )
 
 
@@ -185,7 +185,7 @@ def read_prompts(path: Path) -> list[str]:
     Raises:
         InputError: The file cannot be read, a JSON object has no prompt, or there is no prompt at all.
     """
-    prompts = [text for (text,) in texts_of(path, TextFields("prompt", hint="give each object a prompt"))]
+    prompts = [text for (text,) in texts_of(path, TextFields("prompt", hint="add a prompt to each object"))]
     if not prompts:
-        raise InputError(f"--prompts {path} holds no prompt; write one a line")
+        raise InputError(f"--prompts {path} contains no prompt; write one per line")
     return prompts

@@ -171,18 +171,18 @@ class BaseWeights:
         """
         if not isinstance(record, dict):
             raise refusal(
-                f"the checkpoint holds a whole model, and this run trains adapters of {self.source}; give another "
+                f"the checkpoint contains a whole model, but this run trains adapters of {self.source}; use another "
                 "run.dir, or set model.lora to 0"
             )
         if record.get("crc32") != self.crc:
             raise refusal(
                 f"the checkpoint's adapters are for other base weights than those of {self.source} now (they came from "
-                f"{record.get('source')}, run.seed {record.get('seed')}); give these again, or another run.dir"
+                f"{record.get('source')}, run.seed {record.get('seed')}); use those again, or another run.dir"
             )
         if (there := record.get("adapter")) != self.adapter:
             raise refusal(
-                f"the checkpoint's adapters are {_describe(there)}, and this run's {_describe(self.adapter)}; set model.lora, "
-                "lora_alpha and lora_targets as they were, or give another run.dir"
+                f"the checkpoint's adapters have {_describe(there)}, but this run's have {_describe(self.adapter)}; "
+                "set model.lora, lora_alpha and lora_targets as they were, or use another run.dir"
             )
 
 
@@ -194,8 +194,8 @@ def require_whole(record: Any) -> None:
     """
     if isinstance(record, dict):
         raise refusal(
-            f"the checkpoint holds adapters of {record.get('source')} alone ({_describe(record.get('adapter'))}); set "
-            "model.lora and model.factory as they were, or give another run.dir"
+            f"the checkpoint contains only adapters of {record.get('source')} ({_describe(record.get('adapter'))}); "
+            "set model.lora and model.factory as they were, or use another run.dir"
         )
 
 
@@ -204,4 +204,4 @@ def _describe(adapter: Any) -> str:
     known = adapter if isinstance(adapter, dict) else {}
     names = known.get("layers", ())
     more = f" in {len(names)} layers" if names else ""
-    return f"of rank {known.get('rank')} and alpha {known.get('alpha')}{more}" if known else "others"
+    return f"rank {known.get('rank')} and alpha {known.get('alpha')}{more}" if known else "unknown settings"

@@ -51,7 +51,7 @@ def build_from_factory(path: str, description: Description, options: Mapping[str
     try:
         result = function(description, **options)
     except (Exception, SystemExit) as error:
-        raise InputError(f"model.factory {path} raised {told(error)}; mend it or model.options") from error
+        raise InputError(f"model.factory {path} raised {told(error)}; fix it or model.options") from error
     module, loss = result if isinstance(result, tuple) and len(result) == 2 else (result, getattr(result, "loss", None))
     if not isinstance(module, nn.Module):
         raise InputError(
@@ -64,11 +64,11 @@ def build_from_factory(path: str, description: Description, options: Mapping[str
             "give it a method loss(output, y), or return (module, loss_function)"
         )
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise InputError(f"model.factory {path}: {type(module).__name__} has no parameter to train; give one that has")
+        raise InputError(f"model.factory {path}: {type(module).__name__} has no parameter to train; return another")
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         raise InputError(
-            f"model.factory {path}: the loss {type(loss).__name__} has parameters of its own, which nobody would "
-            "train; make them part of the module"
+            f"model.factory {path}: the loss {type(loss).__name__} has parameters, which would not be trained; "
+            "make them part of the module"
         )
     adapted = hasattr(module, "peft_config")
     return Task(module, loss, BaseWeights.of(module, f"model.factory {path}", {"kind": "peft"}) if adapted else None)
@@ -92,7 +92,7 @@ def build_model(section: ModelSection, description: Description, base: TrainedBa
         task = build_from_factory(section.factory, description, section.options)
     elif section.options:
         raise refusal(
-            f"model.options {sorted(section.options)} are for model.factory, and model.{section.name} takes none; "
+            f"model.options {sorted(section.options)} are for model.factory, but model.name {section.name} takes none; "
             "remove them"
         )
     else:
@@ -115,7 +115,7 @@ def _gpt(section: ModelSection, description: Description) -> Task:
         )
     if 0 < section.vocabulary < description.vocabulary:
         raise refusal(
-            f"the data have a vocabulary of {description.vocabulary} tokens, and model.vocabulary is "
+            f"the data have a vocabulary of {description.vocabulary} tokens, but model.vocabulary is "
             f"{section.vocabulary}; prepare the data with the model's own tokenizer, or set model.vocabulary to "
             f"{description.vocabulary}"
         )
@@ -205,7 +205,7 @@ def _add_adapters(section: ModelSection, task: Task, checkpoint: str = "") -> Ta
     module = task.module
     source = f"model.factory {section.factory}" if section.factory else f"model.name {section.name}"
     if task.base is not None:
-        raise refusal(f"{source} gives a model with adapters already; set model.lora to 0")
+        raise refusal(f"{source} returns a model that already has adapters; set model.lora to 0")
     layer_names = _choose_layers(module, section.lora_targets, source)
     for parameter in module.parameters():
         parameter.requires_grad_(False)

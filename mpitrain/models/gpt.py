@@ -417,8 +417,8 @@ class LearnedPositions(CausalBlock):
         length = x.shape[1]
         if before + length > len(self.weight):
             raise refusal(
-                f"a sequence of {before + length} tokens, and the model has learned positions for {len(self.weight)}; "
-                "set model.sequence to that, or model.max_positions to more"
+                f"a sequence has {before + length} tokens, but the model has {len(self.weight)} learned positions; "
+                f"set model.sequence to {len(self.weight)}, or increase model.max_positions"
             )
         earlier.add((x.new_empty(len(x), 1, length, 0),))
         return x + self.weight[before : before + length]

@@ -129,7 +129,7 @@ def _name_of_cache(forward: Callable[..., Any]) -> str:
             return name
     raise InputError(
         f"{forward.__qualname__} of the installed transformers takes none of {', '.join(CACHE_NAMES)}; "
-        "install a version of transformers that this version of mpitrain knows"
+        "install a version of transformers that this version of mpitrain supports"
     )
 
 
@@ -274,7 +274,7 @@ class ModelFolder:
         import transformers
 
         auto = getattr(transformers, kind)
-        with quiet(), transformers_errors(self.label, "give another folder, or mend it"):
+        with quiet(), transformers_errors(self.label, "use another folder, or fix this one"):
             if not any((self.path / name).is_file() for name in _WEIGHTS):
                 return auto.from_config(self.config, trust_remote_code=False).float()
             model, info = auto.from_pretrained(
@@ -291,8 +291,8 @@ class ModelFolder:
         if missing:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             raise InputError(
-                f"{self.label}: the weights lack {', '.join(missing[:_SHOWN])}{more} of a "
-                f"{type(model).__name__} of these sizes; give the folder of a whole one"
+                f"{self.label}: its weights lack {', '.join(missing[:_SHOWN])}{more}, which this "
+                f"{type(model).__name__} needs; use a folder with complete weights"
             )
         return model.float()
 
@@ -312,23 +312,23 @@ def open_folder(label: str, path: str, options: Mapping[str, Any]) -> ModelFolde
     folder = Path(path).expanduser()
     if not path or not folder.is_dir():
         raise InputError(
-            f"{label}: there is no folder {path!r}; give a folder with a config.json (nothing is downloaded: "
-            "`hf download NAME --local-dir FOLDER` does that)"
+            f"{label}: there is no folder {path!r}; use a folder with a config.json (nothing is downloaded "
+            "here; `hf download NAME --local-dir FOLDER` downloads a model)"
         )
     if not (folder / "config.json").is_file():
-        raise InputError(f"{label}: {folder} has no config.json; give the folder that save_pretrained wrote")
+        raise InputError(f"{label}: {folder} has no config.json; use a folder that save_pretrained wrote")
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported; keeps it off the network
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks fork and share cores
     try:
         from transformers import AutoConfig
     except ImportError:
         raise InputError(f'{label} needs the package transformers; pip install "mpitrain[hf]"') from None
-    with quiet(), transformers_errors(label, "mend its config.json"):
+    with quiet(), transformers_errors(label, "fix its config.json"):
         config, unknown = AutoConfig.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, return_unused_kwargs=True, **options
         )
     if unknown:
-        raise refusal(f"{label}: model.options {sorted(unknown)} are no keys of its config.json; remove them")
+        raise refusal(f"{label}: model.options {sorted(unknown)} are not keys of its config.json; remove them")
     return ModelFolder(folder, config, label)
 
 
@@ -424,7 +424,7 @@ class HuggingFaceModel(Facade):
     def undivided(self) -> str:
         """Reason why the model cannot be divided into stages or over tensor ranks, and advice on what to do instead."""
         return (
-            f"{self.label}: how {type(self.inner).__name__} is divided is known for {one_of(sorted(FAMILIES))}; use "
+            f"{self.label}: {type(self.inner).__name__} cannot be divided, only {one_of(sorted(FAMILIES))}; use "
             "parallel.data and parallel.zero, and set parallel.pipeline and parallel.tensor to 1"
         )
 
@@ -468,14 +468,14 @@ class KnownLanguageModel(HuggingFaceModel):
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         if window is not None and window < self._sequence:
             raise refusal(
-                f"{self.label}: its attention sees {window} tokens, which stages of a pipeline cannot be told; set "
+                f"{self.label}: its attention is limited to {window} tokens, which a pipeline does not support; set "
                 f"model.sequence to {window}, or parallel.pipeline to 1"
             )
         attention = getattr(config, "_attn_implementation", "sdpa")
         if attention != "sdpa":
             raise refusal(
-                f"{self.label}: stages of a pipeline compute with attn_implementation sdpa, not {attention}; leave "
-                "it out of model.options, or set parallel.pipeline to 1"
+                f"{self.label}: a pipeline needs attn_implementation sdpa, not {attention}; remove it "
+                "from model.options, or set parallel.pipeline to 1"
             )
         return self._family.blocks(self)
 
@@ -511,8 +511,8 @@ def build_hugging_face(factory: str, description: Description, options: Mapping[
     else:
         raise refusal(
             f"{label} takes tokens, or images or rows of integers with classes, but the data are arrays of shape "
-            f"{tuple(description.x_shape)}{'' if description.classes else ' without classes'}; give other data, or a "
-            "model.factory of your own"
+            f"{tuple(description.x_shape)}{'' if description.classes else ' without classes'}; use other data, or your "
+            "own model.factory"
         )
     return Task(model, model.loss)
 
@@ -521,14 +521,15 @@ def _language_model(folder: ModelFolder, description: Description) -> HuggingFac
     _require_architecture(folder, "CausalLM", "LMHead", data="tokens")
     if description.apart is not None:
         raise refusal(
-            f"{folder.label}: its attention cannot stay in documents; set data.documents joined, or use model.name gpt"
+            f"{folder.label}: its attention cannot stay within documents; set data.documents joined, or use model.name "
+            "gpt"
         )
     config, sequence = folder.config, description.x_shape[0]
     vocabulary, longest = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
     if vocabulary is not None and description.vocabulary is not None and description.vocabulary > vocabulary:
         raise refusal(
-            f"{folder.label} has a vocabulary of {vocabulary}, but the data's is {description.vocabulary}; prepare "
-            f"them with the tokenizer in {folder.path}"
+            f"{folder.label} has a vocabulary of {vocabulary}, but the data have {description.vocabulary} tokens; "
+            f"prepare them with the tokenizer in {folder.path}"
         )
     if longest is not None and sequence > longest:
         raise refusal(
@@ -552,14 +553,12 @@ def _image_classifier(folder: ModelFolder, description: Description) -> HuggingF
     channels, sides, last = image_form(description.x_shape)
     model_channels = getattr(folder.config, "num_channels", channels)
     if channels not in (1, model_channels):
-        raise refusal(
-            f"{folder.label} takes {model_channels} channels, but the images have {channels}; give other data"
-        )
+        raise refusal(f"{folder.label} takes {model_channels} channels, but the images have {channels}; use other data")
     size = getattr(folder.config, "image_size", None)
     if isinstance(size, int) and sides != (size, size):
         raise refusal(
-            f"{folder.label} takes images of {size} x {size}, but the data's are {sides[0]} x {sides[1]}; give others, "
-            f"or set model.options.image_size to {sides[0]} for new weights"
+            f"{folder.label} takes images of {size} x {size}, but the data have {sides[0]} x {sides[1]}; prepare "
+            f"them with --size {size}, or set model.options.image_size to {sides[0]} for new weights"
         )
 
     def arguments(x: torch.Tensor) -> Arguments:
@@ -574,7 +573,7 @@ def _sequence_classifier(folder: ModelFolder, description: Description) -> Huggi
     padding = folder.config.pad_token_id
     if padding is None:
         raise refusal(
-            f"{folder.label}: its config.json has no pad_token_id, by which the end of a sample is found; set "
+            f"{folder.label}: its config.json has no pad_token_id, which marks the end of a sample; set "
             "model.options.pad_token_id"
         )
 
@@ -589,6 +588,6 @@ def _require_architecture(folder: ModelFolder, *endings: str, data: str) -> None
     architectures = getattr(folder.config, "architectures", None) or []
     if architectures and not any(ending in name for name in architectures for ending in endings):
         raise refusal(
-            f"{folder.label} is a {architectures[0]}, but the data are {data}; give the folder of a model for these "
-            f"(its config.json names one ...{endings[0]})"
+            f"{folder.label} is a {architectures[0]}, but the data are {data}; use a folder whose config.json "
+            f"names a model ...{endings[0]}"
         )

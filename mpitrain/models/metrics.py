@@ -503,5 +503,7 @@ def named_measures(names: Sequence[str], description: Description) -> list[Measu
             kind = description.kind if description.kind == "tokens" else "classes" if description.classes else "numbers"
             choices = [n for n in possible if n not in OF_CLASSES and n != Confusion.name]
             choices += OF_CLASSES if description.classes else ()
-            raise refusal(f"train.metrics {name} is not of {kind}, which the targets are; choose {', '.join(choices)}")
+            raise refusal(
+                f"train.metrics {name} is not available for targets that are {kind}; choose {', '.join(choices)}"
+            )
     return measures

@@ -165,12 +165,12 @@ class TestRefused:
         return [folder / f"{name}.npy" for name in arrays]
 
     def test_y_missing(self, tmp_path, refused):
-        assert "holds x: y is missing" in refused(*self.save(tmp_path, x=np.zeros(3)))
+        assert "has x, but not y" in refused(*self.save(tmp_path, x=np.zeros(3)))
 
     def test_different_lengths(self, tmp_path, refused):
         message = refused(*self.save(tmp_path, x=np.zeros((3, 2)), y=np.zeros(4)))
         assert "x.npy has the shape (3, 2)" in message
-        assert "y.npy has (4,); give both as many rows" in message
+        assert "y.npy (4,); save equally many rows" in message
 
     def test_no_rows(self, tmp_path, refused):
         assert "x.npy is empty (shape (0, 2)" in refused(*self.save(tmp_path, x=np.zeros((0, 2)), y=np.zeros(0)))
@@ -184,7 +184,7 @@ class TestRefused:
         np.savez(tmp_path / "a.npz", x=array, y=np.zeros(2))
         np.save(tmp_path / "x.npy", array)
         np.save(tmp_path / "y.npy", np.zeros(2))
-        assert "holds Python objects, which are never loaded" in refused(tmp_path / "a.npz")
+        assert "contains Python objects, which are never loaded" in refused(tmp_path / "a.npz")
         assert "is not a plain .npy array" in refused(tmp_path / "x.npy", tmp_path / "y.npy")
         assert not (tmp_path / "pwned").exists()
 
@@ -198,7 +198,7 @@ class TestRefused:
         x.write_bytes(b"hello")
         assert "x.npy is not a plain .npy array" in refused(x, y)
         (tmp_path / "a.npz").write_bytes(b"hello")
-        assert "a.npz is not a whole .npz file" in refused(tmp_path / "a.npz")
+        assert "a.npz is not a complete .npz file" in refused(tmp_path / "a.npz")
 
     def test_a_file_cut_off(self, tmp_path, refused):
         x, y = self.save(tmp_path, x=np.zeros(3000), y=np.zeros(3000))
@@ -224,17 +224,17 @@ class TestRefused:
 
     def test_fortran_order_in_an_archive(self, tmp_path, refused):
         np.savez(tmp_path / "a.npz", x=np.asfortranarray(np.zeros((4, 3))), y=np.zeros(4))
-        assert "is in Fortran order; save np.ascontiguousarray of it" in refused(tmp_path / "a.npz")
+        assert "is in Fortran order; save np.ascontiguousarray(array)" in refused(tmp_path / "a.npz")
 
     def test_classes_that_are_no_classes(self, tmp_path, refused):
         files = self.save(tmp_path, x=np.zeros((30, 2)), y=np.arange(30) - 5)
-        assert "y holds the class -5; classes are numbered from 0" in refused(*files)
+        assert "y contains the class -5, but classes are numbered from 0" in refused(*files)
         files = self.save(tmp_path, x=np.zeros((30, 2)), y=np.arange(30) * 10_000)
-        assert "at most 65535" in refused(*files)
+        assert "to at most 65535" in refused(*files)
 
     def test_negative_codes(self, tmp_path, refused):
         files = self.save(tmp_path, x=np.zeros((30, 2), int) - 1, y=np.zeros(30))
-        assert "x holds negative integers, which cannot be codes" in refused(*files)
+        assert "x has negative integers, which cannot be codes" in refused(*files)
 
     def test_one_row_cannot_be_divided(self, tmp_path, refused):
         files = self.save(tmp_path, x=np.zeros((1, 2)), y=np.zeros(1))
@@ -243,7 +243,7 @@ class TestRefused:
     def test_two_archives(self, tmp_path, refused):
         for name in ("a.npz", "b.npz"):
             np.savez(tmp_path / name, x=np.zeros(3), y=np.zeros(3))
-        assert "give one .npz file" in refused(tmp_path / "a.npz", tmp_path / "b.npz")
+        assert "use one .npz file" in refused(tmp_path / "a.npz", tmp_path / "b.npz")
 
     def test_test_rows_of_another_form(self, tmp_path, refused):
         np.savez(
@@ -253,4 +253,4 @@ class TestRefused:
             x_test=np.zeros((4, 3)),
             y_test=np.zeros(4),
         )
-        assert "give both the same form" in refused(tmp_path / "a.npz")
+        assert "save both with equal rows" in refused(tmp_path / "a.npz")

@@ -73,5 +73,5 @@ def test_data_that_are_no_images_are_refused(arrays_set, tokens_set):
         with pytest.raises(InputError, match="augment is for images") as caught:
             crop.check(data.description)
         assert words in str(caught.value)
-    with pytest.raises(InputError, match="moves images of 8x6 out of sight; set it to less than 6"):
+    with pytest.raises(InputError, match="moves images of 8x6 out of view; set it to less than 6"):
         Augment(("crop",), 6, 1).check(images.description)

@@ -64,12 +64,15 @@ def test_gaps_and_texts_become_what_the_manifest_says_also_in_another_table(tmp_
     np.testing.assert_allclose(x_of(tmp_path / "set", "held_out"), expected[held_out], rtol=1e-6)
     manifest = read_manifest(tmp_path / "set")
     assert manifest.classes == ("no", "yes")
-    assert f"column age: missing values are mean {mean:g}" in out and "column colour: 4 texts as one number each" in out
+    assert (
+        f"column age: missing values were replaced by the mean, {mean:g}" in out
+        and "column colour: 4 texts as one number each" in out
+    )
     (tmp_path / "new.csv").write_text("colour,extra,age\nred,9,\nblue,9,3\n")
     (again,) = rows_of_table(tmp_path / "new.csv", manifest.columns)
     np.testing.assert_allclose(again, [[mean, 0, 0, 0, 1], [3, 0, 1, 0, 0]], rtol=1e-6)
     (tmp_path / "new.csv").write_text("colour,age\nred,2\npink,3\n")
-    with pytest.raises(Exception, match="line 3, column colour: 'pink' is none of the column's values"):
+    with pytest.raises(Exception, match="line 3, column colour: 'pink' is not among the values of this column"):
         list(rows_of_table(tmp_path / "new.csv", manifest.columns))
 
 
@@ -111,8 +114,8 @@ def test_a_table_that_is_prepared_like_another_has_its_numbers_and_classes(tmp_p
     assert data.read(np.arange(2))[1].tolist() == [1, 1]
     assert command("prepare", tmp_path / "new.csv", "--out", tmp_path / "c", *like, "--scale", "standard")[0] == 2
     for text, message in {
-        "kind,colour,age\nperhaps,red,1\n": "'perhaps' is none of the classes of --like ('no', 'yes')",
-        "kind,colour,age\nyes,pink,1\n": "line 2, column colour: 'pink' is none of the column's values",
+        "kind,colour,age\nperhaps,red,1\n": "'perhaps' is not among the classes of --like ('no', 'yes')",
+        "kind,colour,age\nyes,pink,1\n": "line 2, column colour: 'pink' is not among the values of this column",
         "kind,age\nyes,1\n": "has no column colour, which the data set of --like has",
     }.items():
         (tmp_path / "new.csv").write_text(text)
@@ -144,8 +147,8 @@ def test_infinite_numbers_are_taken_as_they_are_where_that_is_said(tmp_path, com
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "line 4, column age: 6 missing values, the first here; mend it, say what to make of them with --missing"),
-        (["--missing", "zero"], "column colour: 'red' is not a number; 30 cells are like it; mend it"),
+        ([], "line 4, column age: 6 missing values, the first one here; fill them in, choose --missing"),
+        (["--missing", "zero"], "column colour: 'red' is not a number (30 such cells); fix it"),
         (["--columns", "age,size"], "has no column size; its columns are age, colour, city, kind"),
         (["--columns", "kind"], "no column is left to learn from"),
         (["--columns", "age", "--drop", "city"], "--columns and --drop both choose columns"),
@@ -162,7 +165,7 @@ def test_what_cannot_be_learnt_from_is_refused(tmp_path, refused, options, words
 def test_a_typing_error_among_numbers_is_no_text_column(tmp_path, refused):
     text = csv_text({"age": [*range(30), "3o"], "kind": ["a", *["b"] * 30]})
     (tmp_path / "a.csv").write_text(text)
-    assert "line 32, column age: '3o' is not a number; mend it" in refused(tmp_path / "a.csv", "--categories", "codes")
+    assert "line 32, column age: '3o' is not a number; fix it" in refused(tmp_path / "a.csv", "--categories", "codes")
 
 
 def test_missing_numbers_to_predict_are_no_class(tmp_path, refused):

@@ -195,7 +195,7 @@ def test_without_locks_the_first_rename_wins(root, fill, monkeypatch):
     assert is_whole(root / "made")
     assert [name for name in os.listdir(root) if "tmp" in name] == []
     subprocess.run(["rm", "-r", root / "made"], check=True)
-    with pytest.raises(InputError, match="was made by another process meanwhile"):
+    with pytest.raises(InputError, match="was made by another process in the meantime"):
         make_dataset(root / "made", slow, once=False)
 
 
@@ -267,7 +267,7 @@ def test_a_file_over_the_allowed_size_is_one_line(tmp_path, python):
     process = python(code, "prepare", tmp_path / "a.txt", "--out", tmp_path / "set", preexec_fn=limit)
     out, error = process.communicate(timeout=60)
     assert out == ""
-    one_line((process.returncode, error), "a file grew over the allowed size (ulimit -f); use a smaller --shard-mb")
+    one_line((process.returncode, error), "a file would exceed the size limit (ulimit -f); use a smaller --shard-mb")
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
@@ -301,7 +301,7 @@ def test_places_where_nothing_can_be_written(open_folder, python):
     assert len(lines) == 4
     for line in lines[:3]:
         assert line.endswith("cannot be written: no permission; ask its owner for access, or use another place")
-    assert lines[3].endswith("a.txt/set cannot be written: a file lies where a folder is needed; use another place")
+    assert lines[3].endswith("a.txt/set cannot be written: a file exists where a folder is needed; use another place")
     last_lines = out.split("start\n")[1].splitlines()
     assert last_lines[:4] == ["2"] * 4
     assert "python-source cannot be written: no permission" in last_lines[4]
@@ -382,7 +382,7 @@ def test_a_library_without_source_is_told(tmp_path, monkeypatch):
     from mpitrain.data import folders
 
     monkeypatch.setattr(folders.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "nothing")})
-    with pytest.raises(InputError, match=r"Python's standard library has no source in .*; give data.path"):
+    with pytest.raises(InputError, match=r"Python's standard library has no source files in .*; set data.path"):
         resolve("", tmp_path / "data")
 
 

@@ -236,7 +236,7 @@ def test_utf_16_is_named_and_read_where_that_is_said(tmp_path, command, refused,
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
     (tmp_path / "b.txt").write_bytes(text.encode())
     message = refused(tmp_path / "a.txt")
-    assert f"a.txt is {encoding.upper()}; give --encoding {encoding}" in message
+    assert f"a.txt is {encoding.upper()}; add --encoding {encoding}" in message
     flags = ("--encoding", encoding, "--out", tmp_path / "a")
     assert command("prepare", tmp_path / "a.txt", *flags)[0] == 0
     assert command("prepare", tmp_path / "b.txt", "--out", tmp_path / "b")[0] == 0
@@ -266,11 +266,11 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("line", "message"),
         [
-            ('{"text": "ab', "a.jsonl, line 3: not JSON (Unterminated string"),
-            ('{"txt": "b"}', "a.jsonl, line 3: no field 'text' (there: txt); name the field with --text"),
+            ('{"text": "ab', "a.jsonl, line 3 is not valid JSON (Unterminated string"),
+            ('{"txt": "b"}', "a.jsonl, line 3 has no field 'text' (its fields: txt); name the field with --text"),
             ('{"text": 7}', "a.jsonl, line 3: field 'text' is a number, not text"),
             ('{"text": null}', "a.jsonl, line 3: field 'text' is null, not text"),
-            ('["a"]', "a.jsonl, line 3: not an object with fields"),
+            ('["a"]', "a.jsonl, line 3 is not an object with fields"),
         ],
     )
     def test_a_broken_line_by_its_number(self, tmp_path, refused, line, message):
@@ -281,8 +281,8 @@ class TestRefused:
         whole = json.dumps([{"text": "a"}, {"text": "b"}], indent=1)
         (tmp_path / "a.json").write_text(whole.replace('"b"', "b"))
         (tmp_path / "b.json").write_text(whole.rstrip("]"))
-        assert "a.json, line 5: not JSON (Expecting value)" in refused(tmp_path / "a.json")
-        assert "without the ] of its array" in refused(tmp_path / "b.json")
+        assert "a.json, line 5 is not valid JSON (Expecting value)" in refused(tmp_path / "a.json")
+        assert "before the ] of its array" in refused(tmp_path / "b.json")
 
     def test_damaged_files(self, tmp_path, refused):
         whole = gzip.compress(b'{"text": "abc"}\n' * 5000)
@@ -291,7 +291,7 @@ class TestRefused:
         (tmp_path / "c.parquet").write_bytes(b"PAR1 nothing")
         assert "a.jsonl.gz is damaged or cut off" in refused(tmp_path / "a.jsonl.gz")
         assert "b.jsonl.zst is damaged or cut off" in refused(tmp_path / "b.jsonl.zst")
-        assert "c.parquet is not a whole Parquet file" in refused(tmp_path / "c.parquet")
+        assert "c.parquet is not a complete Parquet file" in refused(tmp_path / "c.parquet")
 
     def test_parquet_that_is_damaged_inside(self, tmp_path, refused):
         path = write_parquet(tmp_path / "a.parquet", text=[f"{i} {i * i}" for i in range(500)])
@@ -303,12 +303,12 @@ class TestRefused:
     def test_options_that_do_not_go_together(self, tmp_path, refused, tokenizer):
         source = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
         assert "--completion is the answer to --prompt" in refused(source, "--completion", "text")
-        assert "give one of the two" in refused(source, "--prompt", "a", "--text", "b")
+        assert "use only one of them" in refused(source, "--prompt", "a", "--text", "b")
         assert "no token '</s>' for --end-token" in refused(source, "--tokenizer", tokenizer, "--end-token", "</s>")
-        assert "--end-token <x> is for a tokenizer" in refused(source, "--end-token", "<x>")
-        assert "need a token that ends each;" in refused(source, "--pack", 8, "--end-token", "none")
+        assert "--end-token <x> needs a --tokenizer" in refused(source, "--end-token", "<x>")
+        assert "packed documents need an end token;" in refused(source, "--pack", 8, "--end-token", "none")
         assert "--encoding utf-99 is unknown" in refused(tmp_path / "for-the-tokenizer.txt", "--encoding", "utf-99")
-        assert "--blank-lines is for text, these" in refused(source, "--blank-lines")
+        assert "--blank-lines is for text, but these" in refused(source, "--blank-lines")
         np.save(tmp_path / "numbers.npy", np.arange(9, dtype=np.uint16))
         assert "--pack is for JSON lines or parquet of text and text" in refused(tmp_path / "numbers.npy", "--pack", 8)
 
@@ -327,6 +327,6 @@ class TestRefused:
 
         (tmp_path / "a.txt").write_text("abc")
         code, _, message = command("tokenizer", tmp_path / "a.txt", "--out", tmp_path / "n.json", "--vocabulary", 99)
-        assert "has no room for 256 bytes" in one_line((code, message))
+        assert "is too small for the 256 bytes" in one_line((code, message))
         code, _, message = command("tokenizer", tmp_path / "a.txt", "--out", tokenizer)
         assert "t.json exists already" in one_line((code, message))

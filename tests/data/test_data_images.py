@@ -105,7 +105,7 @@ class TestImagesRefused:
         picture(tmp_path / "pets" / "cat" / "1.png", 8, 8)
         picture(tmp_path / "pets" / "dog" / "1.png", 16, 10)
         message = refused(tmp_path / "pets")
-        assert "dog/1.png is 16x10, the first one 8x8" in message
+        assert "dog/1.png is 16x10, but the first is 8x8" in message
         assert "--size 8x8" in message
 
     def test_one_class(self, tmp_path, refused):
@@ -199,11 +199,13 @@ def test_idx_floats_are_big_endian(tmp_path, command):
 class TestIdxRefused:
     def test_no_labels(self, tmp_path, refused):
         mnist(tmp_path / "mnist")
-        assert "has no labels beside it; give both, named" in refused(tmp_path / "mnist" / "train-images-idx3-ubyte.gz")
-        assert "has no images beside it; give both files" in refused(tmp_path / "mnist" / "train-labels-idx1-ubyte.gz")
+        assert "has no labels file next to it; name them" in refused(tmp_path / "mnist" / "train-images-idx3-ubyte.gz")
+        assert "has no images file next to it; use both files" in refused(
+            tmp_path / "mnist" / "train-labels-idx1-ubyte.gz"
+        )
 
     def test_cut_off(self, tmp_path, refused):
-        for packed, reason in ((True, "is damaged or cut off"), (False, "ends too early: it is cut off")):
+        for packed, reason in ((True, "is damaged or cut off"), (False, "ends too early; download it again")):
             folder = tmp_path / f"mnist-{packed}"
             mnist(folder, packed)
             path = next(folder.glob("train-images*"))
@@ -220,10 +222,10 @@ class TestIdxRefused:
     def test_counts_that_differ(self, tmp_path, refused):
         mnist(tmp_path / "mnist", packed=False)
         idx(tmp_path / "mnist" / "train-labels-idx1-ubyte", np.zeros(7, np.uint8))
-        assert "holds 300 images" in refused(tmp_path / "mnist")
+        assert "has 300 images" in refused(tmp_path / "mnist")
 
     def test_two_training_sets(self, tmp_path, refused):
         for name in ("a", "b"):
             idx(tmp_path / f"{name}-images-idx3-ubyte", np.zeros((3, 2, 2), np.uint8))
             idx(tmp_path / f"{name}-labels-idx1-ubyte", np.zeros(3, np.uint8))
-        assert "are two sets of images; give one" in refused(*tmp_path.glob("*ubyte"))
+        assert "are two sets of images; use one" in refused(*tmp_path.glob("*ubyte"))

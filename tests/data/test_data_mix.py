@@ -30,7 +30,7 @@ def test_weights_mean_what_is_written():
     assert Weights([0.7, 0.3]).parts == (7, 3)
     assert Weights([2, 1]).parts == (2, 1)
     assert Weights([0.1, 0.1, 0.2]).parts == (1, 1, 2)
-    with pytest.raises(InputError, match="write weights with fewer digits"):
+    with pytest.raises(InputError, match="use weights with fewer digits"):
         Weights([0.123456789, 0.5])
 
 
@@ -135,13 +135,13 @@ def test_data_sets_of_different_tokenizers_or_ends_are_refused(tmp_path, command
 def test_what_does_not_go_together_is_refused(two, tmp_path, arrays_set):
     large, _ = two
     arrays = arrays_set(np.zeros((9, 3), np.float32), np.zeros(9, np.float32))
-    with pytest.raises(InputError, match=r"have different forms \(tokens \[10\]"):
+    with pytest.raises(InputError, match=r"have different shapes, types or classes \(tokens \[10\]"):
         open_mix({str(large): 1, str(arrays): 1}, find=Path, sequence=10)
     with pytest.raises(InputError, match="both name the data; put the path among those"):
         Config.from_dict({"data": {"path": "a", "mix": {"b": 1.0}}})
     with pytest.raises(InputError, match="greater than 0"):
         Config.from_dict({"data": {"mix": {"b": 0}}})
-    with pytest.raises(InputError, match="says nowhere which token ends a document"):
+    with pytest.raises(InputError, match="does not say which token ends a document"):
         mixed(two, apart=True)
     config = Config.from_args(["--data.mix", '{"a/b" = 0.7, "c" = 0.3}'])
     assert (

@@ -55,7 +55,7 @@ def test_reading_nothing_gives_empty_arrays_of_the_right_form(tokens_set, arrays
 @pytest.mark.parametrize("ids", [[-1], [12], [0, 12], [3, -5]])
 def test_ids_out_of_range_are_refused(tokens_set, ids):
     tokens = open_dataset(tokens_set(100)[0], sequence=8)
-    with pytest.raises(IndexError, match="in a data set of 12"):
+    with pytest.raises(IndexError, match="but the data set has 12 samples"):
         tokens.read(np.array(ids))
 
 
@@ -205,12 +205,12 @@ class TestRefused:
     def test_too_few_tokens(self, tokens_set):
         folder, _ = tokens_set(100)
         assert len(open_dataset(folder, sequence=99)) == 1
-        with pytest.raises(InputError, match=r"has 100 train tokens, one sample of model.sequence 100 takes 101"):
+        with pytest.raises(InputError, match=r"has 100 train tokens, but one sample of model.sequence 100 needs 101"):
             open_dataset(folder, sequence=100)
 
     @pytest.mark.parametrize("sequence", [None, 0])
     def test_tokens_without_a_sequence_length(self, tokens_set, sequence):
-        with pytest.raises(InputError, match=r"is a stream of tokens; say how many .*model.sequence"):
+        with pytest.raises(InputError, match=r"is a stream of tokens; set model.sequence"):
             open_dataset(tokens_set(100)[0], sequence=sequence)
 
     def test_a_shard_missing(self, tokens_set):
@@ -264,7 +264,7 @@ class TestRefused:
             (b"\xff\xfe{}", "is damaged (not JSON)"),
             (b"[]", "is not a manifest of mpitrain"),
             (b"{}", "is not a manifest of mpitrain"),
-            (b'{"format": "mpitrain-dataset", "version": 9}', "has format version 9, this mpitrain reads 1"),
+            (b'{"format": "mpitrain-dataset", "version": 9}', "has format version 9, but this mpitrain reads 1"),
         ],
     )
     def test_a_manifest_that_is_none(self, tokens_set, content, problem):

@@ -68,7 +68,7 @@ def test_too_little_room_is_told_with_what_is_needed(tokens_set, tmp_path):
     [spec] = read.splits["train"].shards
     split = read.splits["train"].model_copy(update={"shards": (spec.model_copy(update={"bytes": 1 << 50}),)})
     write_manifest(source, read.model_copy(update={"splits": {"train": split}}))
-    with pytest.raises(InputError, match=r"data.stage .*disk has [\d.]+ GB free and the data set needs 1125900.0 GB"):
+    with pytest.raises(InputError, match=r"data.stage .*disk has [\d.]+ GB free, but the data set needs 1125900.0 GB"):
         stage(source, tmp_path / "disk")
     assert not list((tmp_path / "disk").iterdir())
 
@@ -108,7 +108,7 @@ def test_the_first_rank_of_a_node_copies_and_all_find_it(world, folder):
 def test_what_fails_on_one_rank_is_told_by_all(world, folder):
     world.on_root(lambda: make(folder))
     world.on_root(lambda: (folder / "disk").write_text("no folder"))
-    with pytest.raises(InputError, match=r"disk.*a file lies where a folder is needed"):
+    with pytest.raises(InputError, match=r"disk.*a file exists where a folder is needed"):
         stage_on_nodes(world, str(folder / "set"), folder / "disk")
     with pytest.raises(InputError, match=r"nowhere"):
         stage_on_nodes(world, str(folder / "nowhere"), folder / "other")

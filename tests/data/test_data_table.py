@@ -97,7 +97,7 @@ class TestRefused:
             source = write(tmp_path / "a.csv", KINDS, header=list("pqrs"), at=0)
             source.write_text(source.read_text().replace("1.5,-3", f"{cell},-3"))
             message = refused(source, "--label", "p")
-            assert "a.csv, line 5, column q: " in message and reason in message and "; mend it" in message
+            assert "a.csv, line 5, column q: " in message and reason in message and "; fi" in message
 
     def test_rows_of_another_length(self, tmp_path, refused):
         source = write(tmp_path / "a.csv", KINDS)
@@ -112,7 +112,10 @@ class TestRefused:
             out = tmp_path / f"set{len(options)}"
             code, output, _ = command("prepare", source, "--out", out, "--held-out", 0, "--skip-bad", *options)
             assert code == 0 and len(everything(out)[0]) == len(lines) - 1
-            assert f"left out 2 rows with other columns, such as {source}, line 4: 3 columns where the" in output
+            assert (
+                f"left out 2 rows with another number of columns, such as {source}, line 4: 3 columns where the"
+                in output
+            )
 
     def test_no_such_label(self, tmp_path, refused):
         source = write(tmp_path / "a.csv", KINDS, header=list("pqrs"))
@@ -125,7 +128,7 @@ class TestRefused:
 
     def test_only_a_header(self, tmp_path, refused):
         (tmp_path / "a.csv").write_text("p,q,r\n")
-        assert "has a header and no rows" in refused(tmp_path / "a.csv")
+        assert "has a header but no rows" in refused(tmp_path / "a.csv")
 
     def test_only_blank_lines(self, tmp_path, refused):
         (tmp_path / "a.csv").write_text("\n\n")

@@ -170,37 +170,37 @@ def test_a_cut_never_splits_a_character_for_the_tokenizer(tmp_path, command, tok
 
 class TestRefused:
     def test_nothing_there(self, refused):
-        assert "nowhere.txt does not exist; give an existing file" in refused("nowhere.txt")
+        assert "nowhere.txt does not exist; use an existing file" in refused("nowhere.txt")
 
     def test_an_empty_file(self, tmp_path, refused):
         (tmp_path / "a.txt").touch()
-        assert "a.txt is empty; give a file with data" in refused(tmp_path / "a.txt")
+        assert "a.txt is empty; use a file with data" in refused(tmp_path / "a.txt")
 
     def test_an_empty_folder(self, tmp_path, refused):
         (tmp_path / "nothing").mkdir()
-        assert "nothing holds no data" in refused(tmp_path / "nothing")
+        assert "nothing contains no data" in refused(tmp_path / "nothing")
 
     @pytest.mark.parametrize("name", ["model.pt", "a.h5", "a.arrow", "a.pkl", "a.zip", "noname"])
     def test_a_kind_it_does_not_read(self, tmp_path, refused, name):
         (tmp_path / name).write_bytes(b"PK\0\0binary")
         message = refused(tmp_path / name)
-        assert f"{name} is of no kind that prepare reads: text, JSON lines, .npy/.npz" in message
+        assert f"{name} is of no kind that prepare can read; convert it to text, JSON lines, .npy/.npz" in message
 
     def test_a_folder_of_nothing_it_reads(self, tmp_path, refused):
         (tmp_path / "models").mkdir()
         (tmp_path / "models" / "a.pt").write_bytes(b"PK\0")
-        assert "holds only files of kinds that prepare does not read, such as a.pt" in refused(tmp_path / "models")
+        assert "contains only files that prepare cannot read, such as a.pt" in refused(tmp_path / "models")
 
     def test_text_that_is_not_utf8_with_a_tokenizer(self, tmp_path, refused, tokenizer):
         (tmp_path / "a.txt").write_bytes(b"abc\xff def\n" * 10)
         message = refused(tmp_path / "a.txt", "--tokenizer", tokenizer)
         assert "a.txt is not UTF-8 at byte 3" in message
-        assert "leave --tokenizer, --pack and --blank-lines out" in message
+        assert "without --tokenizer, --pack and --blank-lines" in message
 
     def test_a_file_that_is_no_tokenizer(self, tmp_path, refused):
         (tmp_path / "a.txt").write_text("abc")
         (tmp_path / "t.json").write_text("{}")
-        assert "t.json is not one of Hugging Face tokenizers" in refused(
+        assert "t.json is not a Hugging Face tokenizer" in refused(
             tmp_path / "a.txt", "--tokenizer", tmp_path / "t.json"
         )
         assert "none.json does not exist" in refused(tmp_path / "a.txt", "--tokenizer", tmp_path / "none.json")
@@ -220,7 +220,7 @@ class TestRefused:
         (tmp_path / "a.txt").write_text("abc")
         (tmp_path / "b.csv").write_text("1,2\n")
         message = refused(tmp_path / "a.txt", tmp_path / "b.csv")
-        assert "sources of different kinds: text" in message
+        assert "the sources are of different kinds: text" in message
         assert "tables" in message
 
     def test_a_folder_of_two_kinds(self, tmp_path, refused):
@@ -231,7 +231,7 @@ class TestRefused:
 
     def test_options_of_another_kind(self, tmp_path, refused):
         (tmp_path / "a.txt").write_text("abc")
-        assert "--label is for tables, these sources are text" in refused(tmp_path / "a.txt", "--label", "x")
+        assert "--label is for tables, but these sources are text" in refused(tmp_path / "a.txt", "--label", "x")
         assert "--size is for images" in refused(tmp_path / "a.txt", "--size", "8x8")
 
 
@@ -244,5 +244,5 @@ def test_a_stream_without_ends_is_written_as_it_was_before_documents_had_any(tok
     assert read_manifest(folder).identity == f"{zlib.crc32(canonical):08x}"
     manifest = read_manifest(folder)
     write_manifest(folder, manifest.model_copy(update={"pack": 8}))
-    with pytest.raises(InputError, match="which are no samples of 9; prepare the data set again"):
+    with pytest.raises(InputError, match="not a multiple of the 9 of a sample; prepare the data set again"):
         read_manifest(folder)

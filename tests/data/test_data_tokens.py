@@ -98,19 +98,19 @@ class TestRefused:
 
     def test_bytes_that_are_no_whole_numbers(self, tmp_path, refused):
         (tmp_path / "a.bin").write_bytes(b"12345")
-        assert "a.bin has 5 bytes, which are no whole numbers of uint16; give its --dtype" in refused(
+        assert "a.bin has 5 bytes, which is not a multiple of 2, the size of uint16; set --dtype" in refused(
             tmp_path / "a.bin"
         )
 
     def test_an_index_of_other_tokens(self, tmp_path, refused):
         index = write_megatron(tmp_path / "corpus", [[1, 2, 3], [4, 5]])
         (tmp_path / "corpus.bin").write_bytes(b"12")
-        assert "do not belong together" in refused(index)
+        assert "do not match" in refused(index)
         index.write_bytes(index.read_bytes()[:-9])
         assert "corpus.idx ends too early" in refused(index)
         (tmp_path / "corpus.bin").unlink()
-        assert "corpus.idx has no .bin of the same name beside it" in refused(index)
+        assert "corpus.idx needs a .bin of the same name" in refused(index)
 
     def test_an_end_by_name_without_a_tokenizer(self, tmp_path, refused):
         (tmp_path / "a.bin").write_bytes(b"1234")
-        assert "give --tokenizer too, or the token's number" in refused(tmp_path / "a.bin", "--end-token", "</s>")
+        assert "add the --tokenizer, or use the token's number" in refused(tmp_path / "a.bin", "--end-token", "</s>")

@@ -70,7 +70,7 @@ def test_archives_are_read_as_they_lie_whatever_else_is_in_them(tmp_path, comman
     assert y.tolist() == [0, 1, 0, 1, 0, 1, 1, 0, 0, 0]
     assert everything(tmp_path / "set", "held_out")[1].tolist() == [1, 1, 1]
     assert read_manifest(tmp_path / "set").classes == ("cat", "dog")
-    assert "passed over 3 other members, such as readme.md" in out
+    assert "ignored 3 other files, such as readme.md" in out
     assert {path.name for path in tmp_path.iterdir()} == {
         "names", "set", "train-0000.tar", "train-0001.tar.gz", "val-0000.tar"
     }  # fmt: skip
@@ -111,13 +111,13 @@ def test_archives_that_cannot_be_learnt_from_are_refused(tmp_path, refused):
     whole = archive(tmp_path / "a.tar", pairs(range(40), lambda i: b"%d" % i)).read_bytes()
     for at in (len(whole) // 2 // 512 * 512, 512 * 3 + 100, 0):
         (tmp_path / "cut.tar").write_bytes(whole[:at] or b"nothing of the kind")
-        assert "cut.tar is not a whole tar file" in refused(tmp_path / "cut.tar")
+        assert "cut.tar is not a complete tar file" in refused(tmp_path / "cut.tar")
     damaged = bytearray(whole)
     damaged[1024 * 20 + 10] ^= 255  # in a header: the standard library would take that for the end
     (tmp_path / "cut.tar").write_bytes(bytes(damaged))
-    assert "is not a whole tar file (it is cut off or damaged" in refused(tmp_path / "cut.tar")
+    assert "is not a complete tar file (it is cut off or damaged" in refused(tmp_path / "cut.tar")
     lonely = archive(tmp_path / "b.tar", [("x.png", picture(1)[1])])
     assert "x in archive" in refused(lonely) and "has no class" in refused(lonely)
-    assert "holds no images with classes" in refused(archive(tmp_path / "c.tar", [("x.bin", b"1")]))
+    assert "has no images with classes" in refused(archive(tmp_path / "c.tar", [("x.bin", b"1")]))
     (tmp_path / "names").write_text("cat\n")
     assert "has class '1', and" in refused(tmp_path / "a.tar", "--classes", tmp_path / "names")

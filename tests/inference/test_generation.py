@@ -175,7 +175,7 @@ def test_an_empty_stop_string_is_refused(capsys):
     ],
 )
 def test_what_cannot_be_drawn_by_is_refused(wrong):
-    with pytest.raises(InputError, match="give"):
+    with pytest.raises(InputError, match="use"):
         Sampling(**wrong)
 
 

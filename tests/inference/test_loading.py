@@ -251,9 +251,9 @@ def test_a_table_is_made_into_x_as_that_of_the_training_was(command, place):
         assert predictions["probabilities"] == pytest.approx(expected, rel=1e-6)
         assert list(predictions["classes"]) == ["no", "yes"]
     (place / "odd.csv").write_text("colour,age\nblue,40\nred,40\ngreen,old\ngreen,\n")
-    one_line(command("predict people odd.csv --out q.csv"), "line 2, column colour", "'blue' is none of", "'green'")
+    one_line(command("predict people odd.csv --out q.csv"), "line 2, column colour", "'blue' is not among", "'green'")
     done = command("predict people odd.csv --skip-bad --batch 1 --out odd.jsonl")
-    message = "left out 2 rows that do not fit, such as odd.csv, line 2, column colour: 'blue' is none of"
+    message = "left out 2 rows that do not fit, such as odd.csv, line 2, column colour: 'blue' is not among"
     assert done.returncode == 0 and message in done.stderr and "2 samples in odd.jsonl" in done.stderr
     predictions = [json.loads(line) for line in (place / "odd.jsonl").read_text().splitlines()]
     assert [line["sample"] for line in predictions] == [1, 3]
@@ -273,7 +273,7 @@ def test_a_table_is_made_into_x_as_that_of_the_training_was(command, place):
     one_line(command("predict people ragged.csv --skip-bad --keep size --out q.csv"), "no column size, which --keep")
     one_line(command("predict people --keep id new.npz --out q.csv"), "--keep id is for columns of a table")
     (place / "odder.csv").write_text("colour,age\nblue,40\n")
-    one_line(command("predict people odder.csv --skip-bad --out q.csv"), "nothing but rows that do not fit")
+    one_line(command("predict people odder.csv --skip-bad --out q.csv"), "has only rows that do not fit")
     (place / "lacking.csv").write_text("colour,size\nred,40\n")
     one_line(command("predict people lacking.csv --out q.csv"), "has no column age")
 
@@ -350,16 +350,16 @@ REFUSED = [
     ("generate nowhere --prompt a", "nowhere does not exist"),
     ("generate empty --prompt a", "has no checkpoint yet"),
     ("generate own --prompt a", "not on text"),
-    ("generate text", "give --prompt"),
+    ("generate text", "use --prompt"),
     ("generate text --prompt a --top-p 2", "--top-p 2"),
     ("generate text --prompt a --out x.npy", "x.npy exists already"),
-    ("predict own text --out q.csv", "holds tokens"),
+    ("predict own text --out q.csv", "has tokens"),
     ("predict own wide.npy --out q.csv", "[3, 8, 8]", "[1, 8, 8]"),
-    ("predict own x.txt --out q.csv", "no samples that predict reads"),
+    ("predict own x.txt --out q.csv", "no samples that predict can read"),
     ("predict own few.csv --out q.csv", "line 2", "'a' is not a number"),
     ("predict own few.npy --out q.xml", "use .csv, .jsonl or .npz"),
     ("predict text few.csv --out q.csv", "tokens"),
-    ("predict text long.txt --out q.csv", "text 1 has 10 tokens", "a sample of this model 9"),
+    ("predict text long.txt --out q.csv", "text 1 has 10 tokens", "a sample of this model has 9"),
     ("predict text long.jsonl --out q.csv", "no field 'text'"),
 ]
 

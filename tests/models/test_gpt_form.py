@@ -93,7 +93,7 @@ def test_grouped_queries_are_attention_with_keys_and_values_repeated():
 
 def test_a_sequence_beyond_the_table_of_learned_positions_is_refused():
     model = made(LEARNED)
-    with pytest.raises(InputError, match=r"sequence of 13 tokens.* for 12; set model.sequence"):
+    with pytest.raises(InputError, match=r"sequence has 13 tokens, .* 12 learned positions; set model.sequence"):
         model(torch.zeros(1, 13, dtype=torch.int64))
 
 

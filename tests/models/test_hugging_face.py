@@ -106,7 +106,7 @@ def test_weights_of_torch_save_are_read_and_what_would_run_is_not(tmp_path):
             return open, (str(ran), "w")
 
     torch.save(model.state_dict() | {"lm_head.weight": Runs()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(InputError, match=r"^model.factory hf:.*mend it$") as refused:
+    with pytest.raises(InputError, match=r"^model.factory hf:.*fix this one$") as refused:
         built(tmp_path)
     assert "\n" not in str(refused.value) and not ran.exists()
 
@@ -123,11 +123,13 @@ def test_an_image_classifier_gets_a_head_for_the_classes_of_the_data(tmp_path):
     scores = task.module(torch.rand(2, 12, 12))
     assert scores.shape == (2, 3)
     task.loss(scores, torch.tensor([0, 2])).backward()
-    with pytest.raises(InputError, match=r"images of 12 x 12, but the data's are 8 x 8; .*image_size"):
+    with pytest.raises(InputError, match=r"images of 12 x 12, but the data have 8 x 8; .*image_size"):
         built(tmp_path, Data("arrays", (8, 8), classes=("a", "b")))
     with pytest.raises(InputError, match=r"is a ViTForImageClassification, but the data are tokens"):
         built(tmp_path)
-    with pytest.raises(InputError, match=r"ViT.* is known for .*gpt2.*; use parallel.data and parallel.zero"):
+    with pytest.raises(
+        InputError, match=r"ViT.* cannot be divided, only .*gpt2.*; use parallel.data and parallel.zero"
+    ):
         listed_blocks(task.module)
     with pytest.raises(InputError, match=r"set parallel.pipeline and parallel.tensor to 1"):
         plan_for(task.module)
@@ -151,15 +153,18 @@ def test_what_is_no_model_for_the_data_is_refused_in_one_line(tmp_path, monkeypa
 
     refused("there is no folder 'nowhere'", "nowhere")
     refused("has no config.json", tmp_path)
-    refused(r"vocabulary of 256, but the data's is 257; prepare them with the tokenizer in", data=Data(vocabulary=257))
+    refused(
+        r"vocabulary of 256, but the data have 257 tokens; prepare them with the tokenizer in",
+        data=Data(vocabulary=257),
+    )
     refused(r"has 32 positions, but samples have 33 tokens; set model.sequence to 32", data=Data(x_shape=(33,)))
-    refused(r"model.options \['n_layers'\] are no keys", options={"n_layers": 3})
+    refused(r"model.options \['n_layers'\] are not keys", options={"n_layers": 3})
     refused(r"takes tokens, or images .* shape \(7, 7, 7, 7\)", data=Data("arrays", (7, 7, 7, 7)))
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd/config.json").write_text(json.dumps({"model_type": "no such model"}))
-    refused(r"no such model.*; mend its config.json", tmp_path / "odd")
+    refused(r"no such model.*; fix its config.json", tmp_path / "odd")
     hugging_face.configuration("gpt2", n_layer=3).save_pretrained(folder)
-    refused(r"the weights lack transformer.h.2.attn.c_attn.bias, .* and \d+ more")
+    refused(r"its weights lack transformer.h.2.attn.c_attn.bias, .* and \d+ more")
     monkeypatch.setitem(sys.modules, "transformers", None)
     refused(r'needs the package transformers; pip install "mpitrain\[hf\]"')
 

@@ -137,7 +137,7 @@ def test_what_cannot_be_trained_is_refused(folder):
     assert "returned int, not a model" in refused("number")
     assert "Linear has no loss; give it a method loss(output, y)" in refused("lossless")
     assert "ReLU has no parameter to train" in refused("empty")
-    assert "loss Net has parameters of its own" in refused("learned_loss")
+    assert "loss Net has parameters, which would not be trained" in refused("learned_loss")
     assert "constant is int, not a function" in refused("constant")
 
 

@@ -165,7 +165,7 @@ def test_a_table_is_evaluated_with_its_columns_made_into_numbers_as_in_training(
         (["{classes}", "--data", "{text}"], "has tokens, and"),
         (["{place}/three"], "is no run folder"),
         (["{classes}", "--step", "9"], "has no checkpoint of step 9"),
-        (["{classes}", "--step", "1", "--best"], "give one of them"),
+        (["{classes}", "--step", "1", "--best"], "use only one of them"),
         (["{classes}", "--confusion", "a.png"], "ends in .csv"),
         (["{tokens}", "--confusion", "a.csv"], "is of classes"),
         (["{classes}", "--samples", "0"], "above 0"),

@@ -262,7 +262,7 @@ def test_sums_of_parts_come_to_the_formulas():
 @pytest.mark.parametrize(
     ("metric", "words"),
     [
-        ("rmse", "train.metrics rmse is not of classes, which the targets are; choose accuracy, f1,"),
+        ("rmse", "train.metrics rmse is not available for targets that are classes; choose accuracy, f1,"),
         ("train.own_metrics:margn", "did you mean 'margin'"),
         ("train.own_metrics:accuracy", "there is a figure 'accuracy' already"),
         ("train.own_metrics:broken", "raised ValueError: no such thing (own_metrics.py:"),

@@ -95,7 +95,7 @@ def documents_source(files: Sequence[Path], options: PrepareOptions, read: Read 
     encoder, fields = make_encoder(options.tokenizer, options.end_token, documents=True), options.text_fields
     pack = options.pack or (PAIRS_PACK if fields.prompt is not None else None)
     if pack and encoder.end is None:
-        raise InputError("packed documents need a token that ends each; name one of the tokenizer's with --end-token")
+        raise InputError("packed documents need an end token; use --end-token to name a token of the tokenizer")
     splits = splits_by_name(files)
     packers: dict[str, Packer] = {}
 
@@ -138,7 +138,7 @@ def splits_by_name(files: Sequence[Path]) -> dict[Path, str] | None:
         return None
     other = next((path for path in files if path not in splits), None)
     if other is not None:
-        raise InputError(f"source {other} is named neither train nor val, as others are; rename it, or leave it out")
+        raise InputError(f"source {other} is named neither train nor val, but others are; rename it, or leave it out")
     return splits
 
 
@@ -191,10 +191,10 @@ def _lines(path: Path, fields: TextFields, encoding: str | None) -> Iterator[tup
             try:
                 content = json.loads(line.strip())
             except UnicodeDecodeError:
-                raise InputError(f"{where}: not UTF-8; convert it, or give its --encoding") from None
+                raise InputError(f"{where} is not UTF-8; convert the file, or set --encoding") from None
             except (ValueError, RecursionError) as error:
                 reason = getattr(error, "msg", "nested too deeply")
-                raise InputError(f"{where}: not JSON ({reason}); mend or remove the line") from None
+                raise InputError(f"{where} is not valid JSON ({reason}); fix or remove the line") from None
             yield _texts(content, fields, where)
 
 
@@ -219,26 +219,27 @@ def _elements(path: Path, fields: TextFields, encoding: str | None) -> Iterator[
                         if more and len(rest) - at <= streams.LONGEST:
                             break  # it may continue in the next chunk
                         reason = getattr(error, "msg", "nested too deeply")
-                        raise InputError(f"{where}: not JSON ({reason}); mend or remove the element") from None
+                        raise InputError(f"{where} is not valid JSON ({reason}); fix or remove the element") from None
                     yield _texts(content, fields, where)
                     line, at = line + rest.count("\n", at, end), end
                 rest = rest[at:]
         except UnicodeDecodeError:
-            raise InputError(f"{path} is not UTF-8 after line {line}; convert it, or give its --encoding") from None
+            raise InputError(f"{path} is not UTF-8 after line {line}; convert it, or set --encoding") from None
     if not rest.rstrip().endswith("]"):
-        raise InputError(f"{path} ends after line {line} without the ] of its array; restore that file")
+        raise InputError(f"{path} ends after line {line}, before the ] of its array; restore that file")
 
 
 def _texts(content: Any, fields: TextFields, where: str) -> tuple[str, ...]:
     """Return the texts in a document's fields. Raises InputError if one is missing or not text."""
     if not isinstance(content, dict):
-        raise InputError(f'{where}: not an object with fields, such as {{"text": ...}}; mend or remove it')
+        raise InputError(f'{where} is not an object with fields, such as {{"text": ...}}; fix or remove it')
     for name in fields.names:
         if name not in content:
-            raise InputError(f"{where}: no field {name!r} (there: {', '.join(map(str, content))[:200]}); {fields.hint}")
+            known = ", ".join(map(str, content))[:200]
+            raise InputError(f"{where} has no field {name!r} (its fields: {known}); {fields.hint}")
         if not isinstance(value := content[name], str):
             kind = _KINDS.get(type(value), "null")
-            raise InputError(f"{where}: field {name!r} is {kind}, not text; mend or remove it")
+            raise InputError(f"{where}: field {name!r} is {kind}, not text; fix or remove it")
     return tuple(content[name] for name in fields.names)
 
 
@@ -343,12 +344,12 @@ def encoding_of(files: Sequence[Path], encoding: str | None) -> str | None:
             "a".encode(encoding)
         except LookupError:  # unknown to Python, or not an encoding of text
             examples = "utf-8, utf-16, utf-32, latin-1, cp1252 ..."
-            raise InputError(f"--encoding {encoding} is unknown; give {examples}") from None
+            raise InputError(f"--encoding {encoding} is unknown; use {examples}") from None
         return None if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
     for path in files:
         name = streams.wide_encoding(streams.head(path, _SNIFF_BYTES))
         if name is not None:
-            raise InputError(f"text file {path} is {name.upper()}; give --encoding {name}, or convert it to UTF-8")
+            raise InputError(f"text file {path} is {name.upper()}; add --encoding {name}, or convert it to UTF-8")
     return None
 
 
@@ -447,7 +448,7 @@ def _decode(text: bytes, path: Path, offset: int) -> str:
     except UnicodeDecodeError as error:
         raise InputError(
             f"text file {path} is not UTF-8 at byte {offset + error.start}; "
-            "convert it or give its --encoding, or leave --tokenizer, --pack and --blank-lines out to train on bytes"
+            "convert it, set --encoding, or train on its bytes, without --tokenizer, --pack and --blank-lines"
         ) from None
 
 
@@ -495,6 +496,6 @@ def _lines_of_text(pieces: Iterable[str], path: Path) -> Iterator[str]:
 
 def _too_long_error(path: Path) -> InputError:
     return InputError(
-        f"text file {path} has a document of more than {streams.LONGEST >> 20} Mi characters; split it, or leave "
-        "--pack and --blank-lines out for a stream of tokens"
+        f"text file {path} has a document of more than {streams.LONGEST >> 20} Mi characters; split it, or prepare "
+        "a stream of tokens, without --pack and --blank-lines"
     )

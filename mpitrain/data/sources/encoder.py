@@ -99,7 +99,7 @@ def make_encoder(file: Path | None, end_token: str | None, *, documents: bool) -
         if end_token not in (None, NO_END):
             if not end_token.isdecimal() or int(end_token) > BYTES:
                 raise InputError(
-                    f"--end-token {end_token} is for a tokenizer; without one give a byte's number, {BYTES}, or none"
+                    f"--end-token {end_token} needs a --tokenizer; without one, use a byte's number, {BYTES} or none"
                 )
             end = int(end_token)
         return Encoder(None, BYTES + (end == BYTES), end)
@@ -124,7 +124,9 @@ def end_of_vocabulary(known: dict[str, int], end_token: str | None, file: Path) 
     if end_token is None:
         return next((known[name] for name in ENDS if name in known), None)
     if end_token not in known:
-        raise InputError(f"tokenizer file {file} has no token {end_token!r} for --end-token; name one it has, or none")
+        raise InputError(
+            f"tokenizer file {file} has no token {end_token!r} for --end-token; use one of its tokens, or none"
+        )
     return known[end_token]
 
 
@@ -133,8 +135,8 @@ def load_tokenizer(path: Path) -> Any:
     with require_package(f"{path} needs", "tokenizers"):
         from tokenizers import Tokenizer
     if not path.is_file():
-        raise InputError(f"tokenizer file {path} does not exist; give a tokenizer.json")
-    with refusing(f"tokenizer file {path} is not one of Hugging Face tokenizers", "give a tokenizer.json"):
+        raise InputError(f"tokenizer file {path} does not exist; use a tokenizer.json")
+    with refusing(f"tokenizer file {path} is not a Hugging Face tokenizer", "use a tokenizer.json"):
         encoder = Tokenizer.from_file(str(path))
     encoder.no_truncation()  # a file may request both, and would silently cut our pieces
     encoder.no_padding()
@@ -179,9 +181,11 @@ class Packer:
 
     def notes(self) -> tuple[str, ...]:
         """Return sentences about the packing, for people."""
-        notes = [f"packed {self._documents:,} documents, {self._filled / max(1, self._places):.1%} of the places used"]
+        notes = [
+            f"packed {self._documents:,} documents, which fill {self._filled / max(1, self._places):.1%} of the samples"
+        ]
         if self._cut:
-            notes.append(f"{self._cut:,} were longer than {self._size:,} tokens and lost their end; raise --pack")
+            notes.append(f"{self._cut:,} were longer than {self._size:,} tokens and were cut; use a larger --pack")
         return tuple(notes)
 
     def _pieces(self, tokens: Tokens, untrained: int) -> list[tuple[Tokens, int]]:

@@ -64,11 +64,11 @@ class _Sample:
 
     def parts(self) -> tuple[Path | IO[bytes], str]:
         """Return the image file and the class. Raises BadImage if one of them is missing."""
-        leave = "or leave such samples out with --skip-bad"
+        skip = "or skip such samples with --skip-bad"
         if not self.label:
-            raise BadImage(f"{self.place} has no class in a .cls, .json or .txt; add it, {leave}")
+            raise BadImage(f"{self.place} has no class in a .cls, .json or .txt file; add one, {skip}")
         if self.image is None:
-            raise BadImage(f"{self.place} has a class and no image; add one, {leave}")
+            raise BadImage(f"{self.place} has a class but no image; add one, {skip}")
         return io.BytesIO(self.image) if isinstance(self.image, bytes) else self.image, self.label
 
 
@@ -177,7 +177,7 @@ def _first_size(images: Sequence[_Sample], *, skip_bad: bool) -> tuple[int, int]
         except BadImage:
             if not skip_bad:
                 raise
-    raise InputError(f"{images[0].place} cannot be read, nor any other one; give images")
+    raise InputError(f"{images[0].place} and all other images cannot be read; check these files")
 
 
 def _split_samples(files: Sequence[tuple[Path, Path]]) -> tuple[list[_Sample], list[_Sample]]:
@@ -217,8 +217,8 @@ def read_image(file: Path | IO[bytes], label: str, size: tuple[int, int], *, cro
     pixels = decode_image(file, label, size if crop else None)
     if pixels.shape[:2] != size:
         raise InputError(
-            f"{label} is {pixels.shape[0]}x{pixels.shape[1]}, the first one {size[0]}x{size[1]} (height x width); "
-            f"give a common size, such as --size {size[0]}x{size[1]}"
+            f"{label} is {pixels.shape[0]}x{pixels.shape[1]}, but the first is {size[0]}x{size[1]} (height x width); "
+            f"choose a common size, such as --size {size[0]}x{size[1]}"
         )
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
@@ -240,26 +240,26 @@ def decode_image(file: Path | IO[bytes], label: str, fit: tuple[int, int] | None
     """
     from PIL import Image, ImageOps
 
-    mend = "remove it, or leave such images out with --skip-bad"
+    fix = "remove it, or skip such images with --skip-bad"
     with os_errors(f"{label} cannot be read"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about large images and odd tags
         try:
             with Image.open(file, formats=_FORMATS) as image_file:
                 if image_file.mode[0] in "IF":  # RGB would cut these off at 255
-                    raise InputError(f"{label} has pixels of more than 8 bits; give such data as x.npy and y.npy")
+                    raise InputError(f"{label} has pixels of more than 8 bits; save such data as x.npy and y.npy")
                 image: Any = ImageOps.exif_transpose(image_file).convert("RGB")
             if fit:
                 image = ImageOps.fit(image, (fit[1], fit[0]), Image.Resampling.BILINEAR)
             return np.asarray(image)
         except Image.UnidentifiedImageError:
-            raise BadImage(f"{label} is not an image, although its name says so; {mend}") from None
+            raise BadImage(f"{label} is not an image, although its name says so; {fix}") from None
         except InputError:
             raise
         except Exception as error:  # decoders document no exceptions for broken images
             if isinstance(error, OSError) and error.errno is not None:  # an error of the disk, not of the image
                 raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise BadImage(f"{label} cannot be decoded ({reason}); {mend}") from None
+            raise BadImage(f"{label} cannot be decoded ({reason}); {fix}") from None
 
 
 # -- archives
@@ -300,7 +300,7 @@ def archives_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     size, labels, archive_notes = _survey_archives(files, options)
     number, names = _number_classes(labels, options.classes, files[0])
     if size is None:
-        raise InputError(f"archive {files[0]} holds no images with classes; give pairs such as 0001.jpg and 0001.cls")
+        raise InputError(f"archive {files[0]} has no images with classes; use pairs such as 0001.jpg and 0001.cls")
 
     def samples(archives: Sequence[Path]) -> Iterator[_Sample]:
         return (
@@ -330,8 +330,8 @@ def _survey_archives(
                 continue
             labels.add(label)
             if len(labels) > MOST_CLASSES:
-                raise InputError(f"archive {path}: more than {MOST_CLASSES} different classes; are these captions?")
-    return size, labels, (f"passed over {len(others)} other members, such as {others[0]}",) if others else ()
+                raise InputError(f"archive {path} has more than {MOST_CLASSES} classes; use class names, not captions")
+    return size, labels, (f"ignored {len(others)} other files, such as {others[0]}",) if others else ()
 
 
 def _number_classes(labels: set[str], file: Path | None, first: Path) -> tuple[dict[str, int], tuple[str, ...] | None]:
@@ -346,7 +346,10 @@ def _number_classes(labels: set[str], file: Path | None, first: Path) -> tuple[d
         numbers = {name: number for number, name in enumerate(names)}
     for label in sorted(labels):
         if not 0 <= numbers.get(label, -1) < len(names):
-            raise InputError(f"archive {first}: has class {label!a}, and {file} {len(names)} names; add it there")
+            raise InputError(
+                f"archive {first} has the class {label!a}, which is not among the {len(names)} names in {file}; "
+                "add it there"
+            )
     return numbers, names
 
 
@@ -369,9 +372,9 @@ def _read_class_names(file: Path) -> tuple[str, ...]:
     try:
         names = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--classes {file} cannot be read ({error}); give a file with a name a line") from None
+        raise InputError(f"--classes {file} cannot be read ({error}); use a text file with one name per line") from None
     if len(set(names)) < len(names) or not names:
-        raise InputError(f"--classes {file} holds {'a name twice' if names else 'no names'}; mend it")
+        raise InputError(f"--classes {file} contains {'a name twice' if names else 'no names'}; fix it")
     return names
 
 
@@ -436,7 +439,7 @@ def _read_members(path: Path) -> Iterator[tuple[str, bytes | None]]:
                     if not member.isdir():
                         yield member.name, _read_member(archive, member, path)
         except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:  # from malformed headers
-            raise InputError(f"archive {path} is not a whole tar file ({error}); get it again") from None
+            raise InputError(f"archive {path} is not a complete tar file ({error}); restore it") from None
 
 
 def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> bytes | None:
@@ -444,9 +447,9 @@ def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) 
     if not member.isreg() or (f".{ending}" not in SUFFIXES and ending not in _LABELS):
         return None
     if member.size > _LARGEST_IMAGE:
-        raise InputError(f"archive {path}: {member.name!a:.200} has {member.size:,} bytes, too many for an image")
-    image_file = archive.extractfile(member)
-    content = image_file.read() if image_file else b""
+        raise InputError(f"archive {path}: {member.name!a:.200} is too large, {member.size:,} bytes; remove it")
+    member_file = archive.extractfile(member)
+    content = member_file.read() if member_file else b""
     if len(content) != member.size:
-        raise tarfile.ReadError("it ends inside of a member")
+        raise tarfile.ReadError("its last member is incomplete")
     return content

@@ -75,7 +75,7 @@ def _decompress_zstandard(path: Path) -> Generator[bytes, None, None]:
             packed = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame
     if frame is not None:
-        raise EOFError("it ends inside of a frame")
+        raise EOFError("its last frame is incomplete")
 
 
 def _transcode(file: IO[bytes], path: Path, encoding: str) -> Generator[bytes, None, None]:
@@ -86,7 +86,9 @@ def _transcode(file: IO[bytes], path: Path, encoding: str) -> Generator[bytes, N
         try:
             piece = decoder.decode(chunk, final=not chunk).encode("utf-8")
         except UnicodeError:
-            raise InputError(f"text file {path} is not {encoding} after byte {taken}; give its --encoding") from None
+            raise InputError(
+                f"text file {path} is not {encoding} after byte {taken}; set --encoding to its own"
+            ) from None
         taken += len(chunk)
         yield piece
 
@@ -193,7 +195,7 @@ def lines_of(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
     """
     for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
         if len(line) > LONGEST:
-            raise InputError(f"{path}, line {number} has more than {LONGEST >> 20} MiB; split it or remove it")
+            raise InputError(f"{path}, line {number} is longer than {LONGEST >> 20} MiB; split or remove it")
         yield number, line
 
 

@@ -35,7 +35,7 @@ _MOST_TEXTS = 0.1  # largest fraction of texts in a column that still counts as 
 Labels = tuple[dict[str, int], tuple[str, ...] | None]  # number of each label and class names, or ({}, None)
 TableBlock = tuple[
     TableFile, Sequence[int], list[Sequence[Cell]], Sequence[Cell]
-]  # table, lines, columns' cells, labels
+]  # table, lines, cells of columns, labels
 
 
 def table_source(files: Sequence[Path], options: PrepareOptions) -> Source:
@@ -67,7 +67,7 @@ class _TableReader:
         first = self._tables[0]
         for table in self._tables[1:]:
             if (table.header, table.columns) != (first.header, first.columns):
-                raise InputError(f"{table.path} has other columns than {first.path}; prepare them apart")
+                raise InputError(f"{table.path} has other columns than {first.path}; prepare each separately")
         self._at = _find_column(first, options.label)
         self._like = None if options.like is None else manifest_of_table(options.like, options)
         self._dropped, self._largest = 0, 0.0  # dropped rows, and the largest absolute value
@@ -101,20 +101,25 @@ class _TableReader:
     def notes(self) -> tuple[str, ...]:
         """Return sentences about the label, and about columns of texts."""
         texts = [spec for spec in self.specs if spec.categories is not None]
-        encodings = {True: "one number each, of which one is 1", False: "numbers from 0"}
+        encodings = {True: "one number each (one-hot)", False: "numbers from 0"}
         conversions = (f"column {s.name}: {len(s.categories or ())} texts as {encodings[s.onehot]}" for s in texts)
         return (f"label: column {self._tables[0].name(self._at)}", *conversions)
 
     def row_notes(self) -> tuple[str, ...]:
         """Return sentences about the rows that were read."""
         filled = [self.specs[number] for number in self._with_gaps if self.specs[number].fill is not None]
-        sentences = [f"column {s.name}: missing values are {self._options.missing} {s.fill:g}" for s in filled]
+        replacement = {"mean": "the mean", "median": "the median"}.get(self._options.missing or "", "zero")
+        sentences = [f"column {s.name}: missing values were replaced by {replacement}, {s.fill:g}" for s in filled]
         if self._options.missing == "drop":
             sentences.append(f"left out {self._dropped} rows with missing values")
         if self._ragged:
-            sentences.append(f"left out {len(self._ragged)} rows with other columns, such as {self._ragged[0]}")
+            sentences.append(
+                f"left out {len(self._ragged)} rows with another number of columns, such as {self._ragged[0]}"
+            )
         if self._options.scale:
-            sentences.append("columns of numbers: mean 0 and deviation 1 over the rows that are not held out")
+            sentences.append(
+                "columns of numbers were scaled to mean 0 and deviation 1, computed from the training rows"
+            )
         elif self._largest > _LARGE and self._like is None:
             sentences.append(f"numbers reach up to {self._largest:g}; most models learn better with --scale standard")
         return tuple(sentences)
@@ -182,7 +187,7 @@ class _TableReader:
             class_names = {cell: None for cell in class_names if not is_missing(cell)}
             empty += [table.place(line) for cell, (table, line) in words.items() if cell]
         if empty and not dropping:
-            raise InputError(f"{empty[0]}: the label is empty; fill it in, or leave such rows out with --missing drop")
+            raise InputError(f"{empty[0]}: the label is empty; fill it in, or skip such rows with --missing drop")
         gap = is_missing if numbers else (lambda cell: not _label_text(cell))
         return self._number_labels(list(class_names), numbers), gap
 
@@ -196,15 +201,17 @@ class _TableReader:
             odd = next((cell for cell in distinct if (cell not in codes if codes else not is_number(cell))), None)
             if odd is not None:
                 known = ", ".join(map(repr, list(codes)[:8]))
-                others = f"none of the classes of --like ({known})" if codes else "no number, which those of --like are"
-                raise InputError(f"{path}: label {odd!r:.100} is {others}; mend it")
+                others = (
+                    f"not among the classes of --like ({known})" if codes else "not a number, unlike those of --like"
+                )
+                raise InputError(f"{path}: label {odd!r:.100} is {others}; fix it")
             return codes, classes
         if numbers and not all(cell.lstrip("+-").isdecimal() for cell in distinct):
             return {}, None
         if len(distinct) > MOST_CLASSES:
             raise InputError(
                 f"{path}: the label column has more than {MOST_CLASSES} different values, too many for classes; "
-                "choose another --label, or write numbers to predict with a decimal point"
+                "choose another --label; to predict numbers, write them with a decimal point"
             )
         names = sorted(distinct, key=int) if numbers else sorted(distinct)
         return {name: i for i, name in enumerate(names)}, tuple(names)
@@ -237,15 +244,15 @@ class _TableReader:
 
     def _not_a_number(self, spec: ColumnSpec, column: _ColumnSurvey) -> InputError:
         place, cell = column.first_odd
-        leave, holds = f"leave the column out (--drop {spec.name})", ""
-        others = f"; {column.odd} cells are like it" if column.odd > 1 else ""
+        drop, kind = f"leave the column out (--drop {spec.name})", "a number"
+        others = f" ({column.odd} such cells)" if column.odd > 1 else ""
         if table_files.value_of(cell) is not None:
-            holds, mend = " that float32 holds", f"{leave}, or take it as it is with --allow-nonfinite"
+            kind, fix = "a finite float32 number", f"{drop}, or accept such numbers with --allow-nonfinite"
         elif self._options.categories:
-            mend = f"or {leave}"
+            fix = f"or {drop}"
         else:
-            mend = f"{leave}, or have texts become numbers with --categories onehot or codes"
-        return InputError(f"{place}, column {spec.name}: {cell!r:.100} is not a number{holds}{others}; mend it, {mend}")
+            fix = f"{drop}, or encode texts with --categories onehot or codes"
+        return InputError(f"{place}, column {spec.name}: {cell!r:.100} is not {kind}{others}; fix it, {fix}")
 
     def _choose_fills(self, held_out: float) -> None:
         """Set the mean or median of each column with missing values as their replacement."""
@@ -255,7 +262,7 @@ class _TableReader:
         for number, count, value in zip(numbers, counts, values.tolist(), strict=True):
             if not count:
                 name = self.specs[number].name
-                raise InputError(f"{self._tables[0].path}, column {name}: it is empty; leave it out (--drop {name})")
+                raise InputError(f"{self._tables[0].path}, column {name} is empty; leave it out (--drop {name})")
             self._update(number, {"fill": value})
 
     def _update(self, number: int, values: dict[str, Any]) -> None:
@@ -304,11 +311,11 @@ class _ColumnSurvey:
 
 def _missing_values(with_gaps: Sequence[tuple[ColumnSpec, _ColumnSurvey]]) -> InputError:
     (spec, column), others = with_gaps[0], len(with_gaps) - 1
-    values = "a missing value" if column.gaps == 1 else f"{column.gaps} missing values, the first here"
-    also = f" (and {others} more columns have some)" if others else ""
+    values = "a missing value" if column.gaps == 1 else f"{column.gaps} missing values, the first one here"
+    also = f" ({others} more columns have some too)" if others else ""
     return InputError(
-        f"{column.first_gap}, column {spec.name}: {values}{also}; mend it, say what to make of them with --missing "
-        f"mean, median, zero or drop, or leave the column out with --drop {spec.name}"
+        f"{column.first_gap}, column {spec.name}: {values}{also}; fill them in, choose --missing mean, median, "
+        f"zero or drop, or leave the column out with --drop {spec.name}"
     )
 
 
@@ -332,7 +339,7 @@ def _find_column(table: TableFile, name: str | None) -> int:
 def _choose_columns(table: TableFile, at: int, options: PrepareOptions) -> list[int]:
     """Return the columns of x, in the order of the table."""
     if options.columns is not None and options.drop is not None:
-        raise InputError("--columns and --drop both choose columns; give one of them")
+        raise InputError("--columns and --drop both choose columns; use only one of them")
     named = {_find_column(table, name) for name in options.columns or options.drop or ()}
     chosen = [i for i in range(table.columns) if i != at and (i in named) == bool(options.columns)]
     if not chosen:
@@ -405,8 +412,8 @@ def manifest_of_table(folder: Path, options: PrepareOptions) -> DatasetManifest:
     conflicts = [name for name in ("columns", "drop", "categories", "scale") if getattr(options, name) is not None]
     conflicts += ["missing"] if options.missing not in (None, "drop") else []
     if conflicts:
-        raise InputError(f"--like {folder} says what becomes of the columns; leave --{conflicts[0]} out")
+        raise InputError(f"--like {folder} defines the conversion of columns; remove --{conflicts[0]}")
     manifest = read_manifest(folder)
     if manifest.columns is None:
-        raise InputError(f"--like {folder}: that data set was not made of a table; give one that was")
+        raise InputError(f"--like {folder}: that data set was not made from a table; use one that was")
     return manifest

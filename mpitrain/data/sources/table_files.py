@@ -89,7 +89,7 @@ class TableFile:
                     continue
                 problem = f"{self.path}, line {line}: {len(cells)} columns where the first line has {self.columns}"
                 if ragged is None:
-                    raise InputError(f"{problem}; mend it, or leave such rows out with --skip-bad")
+                    raise InputError(f"{problem}; fix it, or skip such rows with --skip-bad")
                 if number > start:
                     yield _columns_of(block[start:number], chosen)
                 ragged(problem)
@@ -145,11 +145,11 @@ def open_table(path: Path, *, least: int = 2) -> TableFile:
     with open_stream(path) as file:
         top = io.TextIOWrapper(file, "utf-8-sig", "replace").readline(_LONGEST_LINE)
     if len(top) == _LONGEST_LINE:
-        raise InputError(f"table {path}: its first line has over {_LONGEST_LINE >> 20} Mi characters; is it a table?")
+        raise InputError(f"table {path}: its first line has over {_LONGEST_LINE >> 20} Mi characters; use a table")
     delimiter = max(",;\t", key=top.count)
     lines = [cells for _, cells in islice(_lines(path, delimiter, skip=False), 2)]
     if not lines:
-        raise InputError(f"table {path} is empty; give a file with data")
+        raise InputError(f"table {path} is empty; use a file with data")
     head = [is_number(cell) for cell in lines[0]]
     below = [is_number(cell) for cell in lines[1]] if len(lines) > 1 else []
     has_header = not any(head) or any(
@@ -158,7 +158,7 @@ def open_table(path: Path, *, least: int = 2) -> TableFile:
     if len(lines[0]) < least:
         raise InputError(f"table {path} has one column; it needs numbers and a label, separated by , ; or tab")
     if has_header and len(lines) < 2:
-        raise InputError(f"table {path} has a header and no rows; give a file with data")
+        raise InputError(f"table {path} has a header but no rows; use a file with data")
     header = tuple(cell.strip() for cell in lines[0]) if has_header else None
     return TableFile(path, header, len(lines[0]), delimiter)
 
@@ -204,9 +204,9 @@ def _lines(path: Path, delimiter: str, *, skip: bool) -> Iterator[tuple[int, lis
                     yield reader.line_num, cells
                 skip = skip and not cells
         except csv.Error as error:
-            raise InputError(f"{path}, line {reader.line_num}: not CSV ({error}); mend it") from None
+            raise InputError(f"{path}, line {reader.line_num} is not valid CSV ({error}); fix it") from None
         except UnicodeDecodeError:
-            raise InputError(f"table {path} is not UTF-8 after line {reader.line_num}; convert it") from None
+            raise InputError(f"table {path} is not UTF-8 after line {reader.line_num}; convert it to UTF-8") from None
 
 
 def _parquet_blocks(path: Path, chosen: Sequence[int]) -> Blocks:
@@ -250,7 +250,7 @@ def parquet_columns(path: Path, names: Sequence[str], rows: int) -> Iterator[lis
 def _parquet(path: Path) -> Any:
     with require_package(f"{path} needs", "pyarrow"):
         from pyarrow import parquet
-    with _arrow_errors(path, "not a whole Parquet file"):
+    with _arrow_errors(path, "not a complete Parquet file"):
         return parquet.ParquetFile(path)
 
 
@@ -301,7 +301,7 @@ def encode_columns(specs: Sequence[ColumnSpec], columns: Sequence[Sequence[Cell]
             codes = np.array([code_of.get(category(cell), -1) for cell in cells], np.int64)
             if (codes < 0).any():
                 row, known = int((codes < 0).argmax()), ", ".join(map(repr, spec.categories[:8]))
-                what = f"{category(cells[row])!r:.100} is none of the column's values ({known})"
+                what = f"{category(cells[row])!r:.100} is not among the values of this column ({known})"
                 raise UnfitCell(number, row, what)
             if spec.onehot:
                 x[np.arange(len(cells)), at + codes] = 1
@@ -437,7 +437,7 @@ class UnfitCell(ValueError):
             lines: Line numbers of the rows of the block.
             specs: Conversion of the columns, with their names.
         """
-        return InputError(f"{self.describe(table, lines, specs)}; mend it")
+        return InputError(f"{self.describe(table, lines, specs)}; fix it")
 
 
 def _numbers(spec: ColumnSpec, cells: Sequence[Cell], column: int) -> npt.NDArray[np.float64]:
@@ -455,7 +455,9 @@ def _numbers(spec: ColumnSpec, cells: Sequence[Cell], column: int) -> npt.NDArra
     wrong = ~finite(values)
     if wrong.any() and not spec.nonfinite:
         row = int(wrong.argmax())
-        raise UnfitCell(column, row, "empty" if is_missing(cells[row]) else f"{cells[row]!r} is not a number")
+        raise UnfitCell(
+            column, row, "the cell is empty" if is_missing(cells[row]) else f"{cells[row]!r} is not a number"
+        )
     return values
 
 

@@ -66,9 +66,9 @@ def tokens_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """
     pairs, flats = pairs_of(files)
     if pairs and flats:
-        raise InputError(f"sources {pairs[0].index} and {flats[0]} are of different kinds; prepare them apart")
+        raise InputError(f"sources {pairs[0].index} and {flats[0]} are of different kinds; prepare each separately")
     if pairs and options.dtype:
-        raise InputError(f"--dtype is for flat files, and {pairs[0].index} says its own; leave it out")
+        raise InputError(f"--dtype is for flat files of tokens, but {pairs[0].index} defines its own; remove it")
     vocabulary, end = _vocabulary_and_end(options)
     if end is None and options.end_token is None and pairs:
         end = common_end(pairs)
@@ -95,9 +95,9 @@ def _vocabulary_and_end(options: PrepareOptions) -> tuple[int | None, int | None
         vocabulary = vocabulary or max(known.values()) + 1
         end = end_of_vocabulary(known, named, options.tokenizer) if end is None else end
     elif end is None and named not in (None, NO_END):
-        raise InputError(f"--end-token {named} is a name; give --tokenizer too, or the token's number")
+        raise InputError(f"--end-token {named} is a name; add the --tokenizer, or use the token's number")
     if vocabulary is not None and end is not None and end >= vocabulary:
-        raise InputError(f"--end-token {end} is beyond the vocabulary of {vocabulary}; give one below")
+        raise InputError(f"--end-token {end} is outside the vocabulary of {vocabulary}; use a smaller number")
     return vocabulary, end
 
 
@@ -105,8 +105,8 @@ def _check_tokens(tokens: Tokens, most: int, path: Path, start: int) -> None:
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < most:
         at = int(np.flatnonzero((tokens < 0) | (tokens >= most))[0])
         raise InputError(
-            f"{path}, token {start + at}: {int(tokens[at])} is not in a vocabulary of {most:,}; give the --tokenizer "
-            "or the --dtype that it was made with"
+            f"{path}, token {start + at}: {int(tokens[at])} is not in a vocabulary of {most:,}; use the --tokenizer "
+            "or the --dtype that the file was made with"
         )
 
 
@@ -117,7 +117,10 @@ def _dtype_and_length(path: Path, dtype_name: str | None) -> tuple[np.dtype[Any]
         return dtype, shape[0]
     dtype, size = np.dtype(dtype_name or "uint16").newbyteorder("<"), size_of(path)
     if size % dtype.itemsize:
-        raise InputError(f"{path} has {size:,} bytes, which are no whole numbers of {dtype.name}; give its --dtype")
+        raise InputError(
+            f"{path} has {size:,} bytes, which is not a multiple of {dtype.itemsize}, the size of {dtype.name}; set "
+            "--dtype to the type of its tokens"
+        )
     return dtype, size // dtype.itemsize
 
 
@@ -246,7 +249,7 @@ def _read_stretches(path: Path, places: Iterable[tuple[int, int]]) -> Iterator[b
             data = file.read(count)
             at = offset + len(data)
             if len(data) != count:
-                raise InputError(f"{path} ends too early for its .idx; restore both files")
+                raise InputError(f"{path} is shorter than its .idx says; restore both files")
             yield data
 
 
@@ -267,7 +270,7 @@ def pairs_of(files: Sequence[Path]) -> tuple[list[Pair], list[Path]]:
         index, data = _sibling(path, ".bin", ".idx"), _sibling(path, ".idx", ".bin")
         if plain_suffix(path) == ".idx":
             if data is None:
-                raise InputError(f"{path} has no .bin of the same name beside it; give both files")
+                raise InputError(f"{path} needs a .bin of the same name in its folder; put it there")
             indices[path] = data
         elif plain_suffix(path) == ".bin" and index is not None and is_index(index):
             indices[index] = path
@@ -307,10 +310,10 @@ def _read_index(index: Path, data: Path) -> Pair:
     with open_stream(index) as file:
         head = file.read(len(_MAGIC) + _HEADER.size)
         if not head.startswith(_MAGIC) or len(head) < len(_MAGIC) + _HEADER.size:
-            raise InputError(f"{index} is not an index of Megatron's; restore that file")
+            raise InputError(f"{index} is not an index file of Megatron-LM; restore it")
         version, code, sequences, borders = _HEADER.unpack_from(head, len(_MAGIC))
         if version != 1 or code not in _DTYPES:
-            raise InputError(f"{index} has version {version} and type {code} of tokens; give version 1 with integers")
+            raise InputError(f"{index} has version {version} and token type {code}; use version 1 with integer tokens")
         content = b"".join(read_up_to(file, 12 * sequences + 8 * borders))
     if len(content) < 12 * sequences + 8 * borders:
         raise InputError(f"{index} ends too early; restore that file")
@@ -321,5 +324,5 @@ def _read_index(index: Path, data: Path) -> Pair:
     ordered = borders > 1 and first[0] == 0 and first[-1] == sequences and bool((np.diff(first) >= 0).all())
     last = size_of(data) - lengths.astype(np.int64) * dtype.itemsize  # last possible offset; nothing overflows
     if not ordered or (lengths < 0).any() or (offsets < 0).any() or (offsets > last).any():
-        raise InputError(f"{index} and {data} do not belong together; restore both files")
+        raise InputError(f"{index} and {data} do not match; restore both files")
     return Pair(index, data, dtype, lengths, offsets, first)
