@@ -7,7 +7,7 @@ from itertools import pairwise
 import h5py
 import numpy as np
 import pytest
-from hypothesis import returned_dtype, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpitrain.data import open_dataset
@@ -116,7 +116,7 @@ def test_a_few_rows_have_one_held_out(arrays_set):
 
 
 @settings(max_examples=80, deadline=None)
-@returned_dtype(total=st.integers(0, 400), fraction=st.floats(0, 0.5), cuts=st.lists(st.integers(0, 400), max_size=5))
+@given(total=st.integers(0, 400), fraction=st.floats(0, 0.5), cuts=st.lists(st.integers(0, 400), max_size=5))
 def test_held_out_rows_do_not_depend_on_the_block_size(total, fraction, cuts):
     whole = held_out_mask(0, total, fraction)
     edges = sorted({0, total, *(cut for cut in cuts if cut < total)})
