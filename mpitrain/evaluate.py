@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpitrain import early
-from mpitrain.errors import EXIT_DONE, InputError, refusal, tell
+from mpitrain.errors import EXIT_DONE, InputError, echo, refusal
 from mpitrain.inference.commands import add_trust, parse
 from mpitrain.storage.disk import reason, replacing, write_whole
-from mpitrain.storage.text import aligned, counted, spoken
+from mpitrain.storage.text import align_rows, counted, with_spaces
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     add("run", type=Path, metavar="RUN", help="run folder, or one of its checkpoint folders step-...")
     add("--data", metavar="PATH", help="data set of the same kind as in training [data.path of the run]")
     add("--split", choices=("held_out", "train"), default="held_out", help="split of the data set [held_out]")
-    add("--samples", type=early.whole_number, metavar="N", help="largest number of samples, spread evenly [all]")
+    add("--samples", type=early.positive_integer, metavar="N", help="largest number of samples, spread evenly [all]")
     add("--best", action="store_true", help="use the checkpoint kept by checkpoint.best [the newest]")
     add("--step", type=int, metavar="N", help="use the checkpoint of this step [the newest]")
     add("--confusion", type=Path, metavar="FILE.csv", help="write the confusion matrix of the classes")
@@ -102,8 +102,8 @@ def _report(evaluation: Evaluation, options: argparse.Namespace) -> None:
     """Print the metrics and write the requested files, on one rank."""
     split = options.split.replace("_", "-")
     samples = counted(evaluation.samples, f"{split} sample")
-    tell(f"{evaluation.checkpoint} on {samples} of {evaluation.data or 'data.path'}")
-    tell(aligned([(spoken(name), f"{value:.6g}") for name, value in evaluation.figures.items()]))
+    echo(f"{evaluation.checkpoint} on {samples} of {evaluation.data or 'data.path'}")
+    echo(align_rows([(with_spaces(name), f"{value:.6g}") for name, value in evaluation.figures.items()]))
     counts: list[list[int]] = evaluation.confusion.tolist() if evaluation.confusion is not None else []
     values = {
         "checkpoint": str(evaluation.checkpoint),

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from mpitrain.config.settings import Config
-from mpitrain.early import Parser, whole_number
+from mpitrain.early import Parser, positive_integer
 from mpitrain.errors import EXIT_DONE, exit_code_of, refusal
 from mpitrain.parallel import layouts
 from mpitrain.parallel.costs import ModelProfile
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return machine.main([each for each in arguments if each != MEASURE])
 
-    return self_start.command(measure)
+    return self_start.run_command(measure)
 
 
 def _plan(argv: Sequence[str]) -> int:
@@ -158,6 +158,10 @@ def _seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
 
 
+def _rank_counts(text: str) -> list[int]:
+    return [*map(positive_integer, text.split(","))]
+
+
 def _parser() -> argparse.ArgumentParser:
     notes = (layouts.__doc__ or "").partition("\n\n")[2]
     parser = Parser(
@@ -170,8 +174,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--nodes", type=whole_number, default=1, metavar="N", help="nodes of the job [1]")
-    add("--ranks-per-node", type=whole_number, required=True, metavar="N", help="ranks on each node")
+    add("--nodes", type=positive_integer, default=1, metavar="N", help="nodes of the job [1]")
+    add("--ranks-per-node", type=positive_integer, required=True, metavar="N", help="ranks on each node")
     names = ", ".join(given_machines())
     add("--machine", default="", metavar="FILE[,FILE]|NAME", help=f"profile: files or {names} [{MACHINE}]")
     memory = partial(size_of, option="--memory")
@@ -181,10 +185,10 @@ def _parser() -> argparse.ArgumentParser:
     ways.add_argument("--counted", action="store_true", help="count operations and bytes [for all others]")
     add("--explain", default="", metavar="LAYOUT", help=f"tell about this one alone; {OWN}: the configuration's own")
     counts = "numbers of ranks: how the best layouts go with them"
-    add("--scale", type=lambda text: [*map(whole_number, text.split(","))], default=[], metavar="N,N...", help=counts)
+    add("--scale", type=_rank_counts, default=[], metavar="N,N...", help=counts)
     early = f"end the search early, whose answer then depends on the load here [{SIMULATED} simulations]"
     add("--seconds", type=_seconds, default=float("inf"), metavar="S", help=early)
-    add("--top", type=whole_number, default=COUNT, metavar="K", help=f"how many layouts are told [{COUNT}]")
+    add("--top", type=positive_integer, default=COUNT, metavar="K", help=f"how many layouts are told [{COUNT}]")
     out = "file for the best layout's configuration [plan.toml]; with --scale, for a picture"
     add("--out", default="", metavar="FILE", help=out)
     return parser

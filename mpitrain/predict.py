@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpitrain.early import whole_number
+from mpitrain.early import positive_integer
 from mpitrain.errors import EXIT_DONE, refusal
 from mpitrain.inference.commands import Job, add_run, parse, run_as_job
 
@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     kinds += "images; for a model of text: .txt with one text per line, or JSON lines"
     add("input", type=Path, metavar="INPUT", help=kinds)
     add("--out", type=Path, required=True, metavar="FILE", help="a new .csv, .jsonl or .npz file")
-    add("--batch", type=whole_number, default=64, metavar="N", help="samples per rank and batch [64]")
+    add("--batch", type=positive_integer, default=64, metavar="N", help="samples per rank and batch [64]")
     bad = "skip and count images that cannot be read, and table rows that do not fit"
     add("--skip-bad", action="store_true", help=bad)
     keep = "tables: columns to copy to the output, such as an id"

@@ -83,10 +83,10 @@ class Job:
         Returns:
             The result of `load`.
         """
-        from mpitrain.loading import candidates, first_whole
+        from mpitrain.loading import candidates, first_complete
 
         folders = self.on_root(lambda: [str(folder) for folder in candidates(path, best=best)])
-        return first_whole([Path(folder) for folder in folders], load, self.print_message)
+        return first_complete([Path(folder) for folder in folders], load, self.print_message)
 
     def gather(self, items: list[Any]) -> list[Any]:
         """Return the items of all ranks along the data axis, on the first of them. Collective."""

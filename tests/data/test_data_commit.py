@@ -408,7 +408,7 @@ def test_the_lock_survives_the_removal_of_its_file(root, monkeypatch):
             (root / ".made.lock").touch()
 
     monkeypatch.setattr(fcntl, "flock", removed_once)
-    with locks.waiting(root / ".made.lock") as is_locked:
+    with locks.wait_for(root / ".made.lock") as is_locked:
         assert is_locked
         assert (root / ".made.lock").stat().st_ino == opened[-1]
     assert len(opened) == 2

@@ -183,7 +183,7 @@ def test_a_run_gives_its_newest_complete_checkpoint_and_a_step_folder_itself(run
         warnings.simplefilter("error")
         expected = load_model(first).state_dict()
         assert not torch.equal(load_model(run).state_dict()["norm.bias"], expected["norm.bias"])
-    manifest = contents.whole(last)
+    manifest = contents.complete_manifest(last)
     extent = manifest.extents_of["model/norm.bias"][0]
     with open(last / extent.file, "r+b") as file:
         file.seek(extent.offset)
