@@ -79,7 +79,7 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
 
     job.on_root(lambda: require_file(arguments.out))
     load = partial(load_folder, trust=arguments.trust)
-    task, saved = job.first_whole(
+    task, saved = job.first_complete(
         arguments.run, lambda folder: job.run_agreed(partial(load, folder)), best=arguments.best
     )
     samples = job.run_agreed(lambda: _open_samples(arguments, saved))

@@ -72,7 +72,7 @@ class Job:
 
         return together(self.mesh.world, make)
 
-    def first_whole(self, path: Path, load: Callable[[Path], T], *, best: bool) -> T:
+    def first_complete(self, path: Path, load: Callable[[Path], T], *, best: bool) -> T:
         """Load the newest whole checkpoint of a run. Collective.
 
         Args:

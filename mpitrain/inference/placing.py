@@ -367,7 +367,7 @@ def load_language_model(
     Raises:
         InputError: The model was not trained on text.
     """
-    return job.first_whole(path, lambda folder: _load(folder, job, device, trust), best=best)
+    return job.first_complete(path, lambda folder: _load(folder, job, device, trust), best=best)
 
 
 def _load(folder: Path, job: Job, device: torch.device, trust: bool) -> LanguageModel:
