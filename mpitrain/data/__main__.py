@@ -159,7 +159,7 @@ def _tokenizer(arguments: argparse.Namespace) -> int:
 
     options = {key: getattr(arguments, key) for key in ("text", "prompt", "completion", "encoding")}
     size = train_tokenizer(arguments.sources, arguments.out, arguments.vocabulary, PrepareOptions(**options))
-    fewer = f" (the text does not give {arguments.vocabulary:,})" if size < arguments.vocabulary else ""
+    fewer = " (the text gives no more than these)" if size < arguments.vocabulary else ""
     echo(f"{arguments.out}: {size:,} tokens{fewer}")
     echo(f"\nuse it: python -m mpitrain.data prepare SOURCE... --tokenizer {arguments.out} --out DIR")
     return EXIT_DONE

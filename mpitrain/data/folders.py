@@ -75,7 +75,7 @@ def make_dataset(
             if once and is_dataset(target):
                 os.rename(target, target.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
             if os.path.lexists(target):
-                raise InputError(f"output folder {target} exists already; give another --out, or remove it")
+                raise InputError(f"output folder {target} exists already; use another --out, or remove it")
             if locked:  # then other temporary folders of this node belong to makers that died
                 pattern = re.compile(re.escape(prefix) + r"\d+-[0-9a-f]{8}")
                 for path in list(leftovers(target.parent, pattern, is_dataset)):

@@ -97,7 +97,7 @@ def prepare(
     if not 0 <= held_out <= 0.5:
         raise InputError(f"--held-out {held_out:g} is not a fraction from 0 to 0.5")
     if os.path.lexists(out):
-        raise InputError(f"output folder {out} exists already; give another --out, or remove it")
+        raise InputError(f"output folder {out} exists already; use another --out, or remove it")
     options = options or PrepareOptions()
     named = options.text_fields
     if options.prompt is None and options.completion is not None:
@@ -274,7 +274,7 @@ def train_tokenizer(sources: Sequence[str], out: Path, vocabulary: int, options:
             f"--vocabulary {vocabulary} is too small for the {BYTES} bytes and {ENDS[0]}; use {BYTES + 1} or more"
         )
     if os.path.lexists(out):
-        raise InputError(f"output file {out} exists already; give another --out, or remove it")
+        raise InputError(f"output file {out} exists already; use another --out, or remove it")
     options = options or PrepareOptions()
     with_fields = _documents(options.text_fields)
     kind, files, _ = _classify_sources(sources, (with_fields, *KINDS))

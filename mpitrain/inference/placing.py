@@ -102,7 +102,7 @@ class StateCache:
 
 
 Blocks = Sequence[tuple[str, nn.Module]]
-Through = Callable[[Any, Callable[[Any], Any]], Any]  # see `Decoder.through`
+RunModel = Callable[[Any, Callable[[Any], Any]], Any]  # see `Decoder.run_model`
 
 
 def run_whole(x: Any, stage: Callable[[Any], Any]) -> Any:
@@ -119,12 +119,12 @@ class Decoder(ABC):
     """Source of the scores of next tokens. Its methods are collective over the ranks that share the model.
 
     Args:
-        through: Function of (tokens, stage), where `stage` runs this rank's part of the model. It passes the tokens
+        run_model: Function of (tokens, stage), where `stage` runs this rank's part of the model. It passes the tokens
             through the whole model and returns the output, or None on ranks without the model's end.
     """
 
-    def __init__(self, through: Through = run_whole) -> None:
-        self.through = through
+    def __init__(self, run_model: RunModel = run_whole) -> None:
+        self.run_model = run_model
 
     @abstractmethod
     def begin(self) -> None:
@@ -152,11 +152,11 @@ class CachedBlocks(Decoder):
     Args:
         blocks: Named blocks of this rank, in order.
         last: Name of the model's last block that uses earlier positions. Blocks after it get only the last position.
-        through: Function that passes tokens through the whole model, as in `Decoder`.
+        run_model: Function that passes tokens through the whole model, as in `Decoder`.
     """
 
-    def __init__(self, blocks: Blocks, last: str, through: Through = run_whole) -> None:
-        super().__init__(through)
+    def __init__(self, blocks: Blocks, last: str, run_model: RunModel = run_whole) -> None:
+        super().__init__(run_model)
         self._blocks, self._last = list(blocks), last
         self._forwards = {name: way for name, block in self._blocks if (way := cached_forward(block)) is not None}
         self.begin()
@@ -166,7 +166,7 @@ class CachedBlocks(Decoder):
         self._caches = {name: StateCache(notes) for name in self._forwards}
 
     def advance(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        return last_scores(self.through(tokens, self._run))
+        return last_scores(self.run_model(tokens, self._run))
 
     def _run(self, x: Any) -> Any:
         for name, block in self._blocks:
@@ -202,11 +202,11 @@ class RecomputedBlocks(Decoder):
 
     Args:
         blocks: Named blocks of this rank, in order.
-        through: Function that passes tokens through the whole model, as in `Decoder`.
+        run_model: Function that passes tokens through the whole model, as in `Decoder`.
     """
 
-    def __init__(self, blocks: Blocks, through: Through = run_whole) -> None:
-        super().__init__(through)
+    def __init__(self, blocks: Blocks, run_model: RunModel = run_whole) -> None:
+        super().__init__(run_model)
         self._blocks = list(blocks)
         self.begin()
 
@@ -215,7 +215,7 @@ class RecomputedBlocks(Decoder):
 
     def advance(self, tokens: torch.Tensor) -> torch.Tensor | None:
         self._tokens = tokens if self._tokens is None else torch.cat([self._tokens, tokens], 1)
-        return last_scores(self.through(self._tokens, self._run))
+        return last_scores(self.run_model(self._tokens, self._run))
 
     def _run(self, x: Any) -> Any:
         for _, block in self._blocks:
@@ -379,17 +379,17 @@ def _load(folder: Path, job: Job, device: torch.device, trust: bool) -> Language
     longest, known = longest_text(module), transformers_model(module) if mesh is None else None
     last, remark = ("", "") if known is not None else _last_cached_block(module, vocabulary)
     blocks = _local_blocks(module, mesh, listed=bool(last))
-    part, through, share_tokens = module, run_whole, on_single_rank
+    part, run_model, share_tokens = module, run_whole, on_single_rank
     if mesh is not None:
         from mpitrain.pipe.pipeline import named_tree
 
         line = _ModelRanks(mesh, device, vocabulary)
-        through, share_tokens = line.through, line.share_tokens
+        run_model, share_tokens = line.run_model, line.share_tokens
         part = module if blocks == [("", module)] else named_tree(blocks)
     del module
     job.run_agreed(lambda: fill(part, saved.folder, saved.manifest))
     part.to(device)
-    decoder: Decoder = CachedBlocks(blocks, last, through) if last else RecomputedBlocks(blocks, through)
+    decoder: Decoder = CachedBlocks(blocks, last, run_model) if last else RecomputedBlocks(blocks, run_model)
     if known is not None:
         decoder = Transformers(known)
     return LanguageModel(saved, decoder, vocabulary, longest, device, share_tokens, remark)
@@ -446,8 +446,8 @@ class _ModelRanks:
         self._ends = mesh.stages.rank == mesh.stages.size - 1
         self._widths: list[int] | None = None  # number of scores on each tensor rank, gathered once
 
-    def through(self, x: Any, stage: Callable[[Any], Any]) -> Any:
-        """Pass x through the whole model, and return the output or None, as `Decoder` describes `through`.
+    def run_model(self, x: Any, stage: Callable[[Any], Any]) -> Any:
+        """Pass x through the whole model, and return the output or None, as `Decoder` describes `run_model`.
 
         Args:
             x: Input of the model, used on the first stage.

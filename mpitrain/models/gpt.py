@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from mpitrain.errors import refusal
-from mpitrain.models.earlier import CausalBlock, Earlier, EarlierSlices, causal_mask
+from mpitrain.models.earlier import CausalBlock, EarlierSlices, EarlierState, causal_mask
 from mpitrain.models.losses import cross_entropy, widen
 from mpitrain.models.task import BlockModel
 
@@ -118,7 +118,7 @@ class Attention(nn.Module):
         q, k, v = self._project(x, EarlierSlices([]))
         return self._attend(q, k, v, None if ends is None else document_mask(ends.long(), ends.shape[1]))
 
-    def forward_cached(self, x: torch.Tensor, earlier: Earlier, ends: torch.Tensor | None = None) -> torch.Tensor:
+    def forward_cached(self, x: torch.Tensor, earlier: EarlierState, ends: torch.Tensor | None = None) -> torch.Tensor:
         """Compute `forward` for positions that also attend to earlier ones.
 
         The state is k and v, [batch, heads of keys and values, positions, head_dim]; and, if attention does not cross
@@ -150,7 +150,7 @@ class Attention(nn.Module):
             return self.dropout(self.out(mixed.flatten(1)[:, None]))
         return self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
 
-    def _project(self, x: torch.Tensor, earlier: Earlier) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _project(self, x: torch.Tensor, earlier: EarlierState) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q, k and v of positions that follow earlier ones, each [batch, heads, sequence, head_dim]."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [batch, sequence, heads of q, k and v, head_dim]
         groups, sequence = self.num_key_value_groups, heads.shape[1]  # x may have been a part of the sequence
@@ -193,7 +193,7 @@ class TransformerBlock(CausalBlock):
         stream = stream + self.attention(self.attention_norm(stream), ends)
         return self._with_ends(stream + self.mlp(self.mlp_norm(stream)), ends)
 
-    def forward_cached(self, x: Stream, earlier: Earlier) -> Stream:
+    def forward_cached(self, x: Stream, earlier: EarlierState) -> Stream:
         """Compute `forward` for positions that follow earlier ones.
 
         Args:
@@ -399,7 +399,7 @@ class LearnedPositions(CausalBlock):
     def forward(self, x: Stream) -> Stream:
         return self.forward_cached(x, EarlierSlices([]))
 
-    def forward_cached(self, x: Stream, earlier: Earlier) -> Stream:
+    def forward_cached(self, x: Stream, earlier: EarlierState) -> Stream:
         """Compute `forward` for positions that follow earlier ones.
 
         The state contains the number of positions; and, if attention does not cross documents, the ends of documents.

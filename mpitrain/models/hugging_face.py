@@ -24,7 +24,7 @@ from mpitrain.choices import one_of
 from mpitrain.config.named import told
 from mpitrain.errors import InputError, refusal
 from mpitrain.layers.images import image_form
-from mpitrain.models.earlier import Earlier, EarlierSlices, State, causal_mask
+from mpitrain.models.earlier import EarlierSlices, EarlierState, State, causal_mask
 from mpitrain.models.losses import MaskedCrossEntropy, cross_entropy
 from mpitrain.models.task import Criterion, Task
 from mpitrain.storage.disk import sync
@@ -96,7 +96,7 @@ class Cache:
         earlier: Earlier positions, with keys and values [batch, heads, positions, head_dim] as state.
     """
 
-    def __init__(self, earlier: Earlier) -> None:
+    def __init__(self, earlier: EarlierState) -> None:
         self._earlier = earlier
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> State:
@@ -139,7 +139,7 @@ class PositionsAdded(Facade):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.forward_cached(x, EarlierSlices([]))
 
-    def forward_cached(self, x: torch.Tensor, earlier: Earlier) -> torch.Tensor:
+    def forward_cached(self, x: torch.Tensor, earlier: EarlierState) -> torch.Tensor:
         """Compute `forward` for positions that follow earlier ones. The state only counts positions.
 
         Args:
@@ -167,7 +167,7 @@ class HiddenState(Facade):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._hidden(x, 0, {} if self.__dict__["_rotary"] is None else {"attention_mask": None})
 
-    def forward_cached(self, x: torch.Tensor, earlier: Earlier) -> torch.Tensor:
+    def forward_cached(self, x: torch.Tensor, earlier: EarlierState) -> torch.Tensor:
         """Compute `forward` for positions that follow earlier ones.
 
         Args:

@@ -79,8 +79,8 @@ class Measure(ABC):
 class SampleMetric(Measure):
     """A measure that needs more than sums over samples.
 
-    An evaluation calls `begin`, then `see` for each output on the ranks of the last pipeline stage, then `figures` on
-    these ranks.
+    An evaluation calls `begin`, then `update` for each output on the ranks of the last pipeline stage, then `figures`
+    on these ranks.
     """
 
     @abstractmethod
@@ -88,7 +88,7 @@ class SampleMetric(Measure):
         """Forget all earlier samples."""
 
     @abstractmethod
-    def see(self, output: Any, y: torch.Tensor) -> None:
+    def update(self, output: Any, y: torch.Tensor) -> None:
         """Add some samples: the whole output of the model, and the targets.
 
         Args:
@@ -399,7 +399,7 @@ class AUROC(SampleMetric):
     def begin(self) -> None:
         self._rows: list[torch.Tensor] = []  # float64 [samples, classes + 1]: probabilities, then the right class
 
-    def see(self, output: Any, y: torch.Tensor) -> None:
+    def update(self, output: Any, y: torch.Tensor) -> None:
         classes = len(self.names)
         if not isinstance(output, torch.Tensor) or not are_scores(output, y) or output.shape[-1] != classes:
             return

@@ -238,7 +238,7 @@ def test_sums_of_parts_come_to_the_formulas():
             metric = measure_of_classes(kind, names, each=True)
             if kind == "auroc":
                 for lo in range(0, 40, 9):
-                    metric.see(scores[lo : lo + 9], y[lo : lo + 9])
+                    metric.update(scores[lo : lo + 9], y[lo : lo + 9])
                 assert metric.figures(lambda own: [own])[name] == pytest.approx(expected, abs=1e-12)
             else:
                 sums = sum(metric.sums(scores[lo : lo + 9], y[lo : lo + 9]) for lo in range(0, 40, 9))

@@ -176,7 +176,7 @@ class Meter:
             elif isinstance(metric, Metric) and fits(metric, output, y):
                 self._add(self._sums, metric.name, metric.sums(output, y))
         for collected in self._collected if self._ends_here else ():
-            collected.see(output, y)
+            collected.update(output, y)
         if self._own is not None:
             for name, sums in _of_model(self._own, output, y).items():
                 self._add(self._told, name, sums * share)
@@ -356,7 +356,7 @@ class LibraryMetric(SampleMetric):
         self._metric.reset()
         self._seen = 0
 
-    def see(self, output: Any, y: Any) -> None:
+    def update(self, output: Any, y: Any) -> None:
         if isinstance(output, torch.Tensor):
             self._metric.to(output.device)
         self._tried(lambda: self._metric.update(output, y))
