@@ -336,7 +336,7 @@ def test_an_output_folder_that_exists_is_kept(tmp_path, refused):
     (tmp_path / "a.txt").write_text("some text\n" * 100)
     (tmp_path / "set").mkdir()
     message = refused(tmp_path / "a.txt", out=tmp_path / "set")
-    assert f"output folder {tmp_path / 'set'} exists already; give another --out, or remove it" in message
+    assert f"output folder {tmp_path / 'set'} exists already; use another --out, or remove it" in message
     assert os.listdir(tmp_path / "set") == []
 
 
