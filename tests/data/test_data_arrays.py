@@ -170,7 +170,7 @@ class TestRefused:
     def test_arrays_of_different_lengths(self, tmp_path, refused):
         message = refused(*self.save(tmp_path, x=np.zeros((3, 2)), y=np.zeros(4)))
         assert "x.npy has the shape (3, 2)" in message
-        assert "y.npy (4,); save equally many rows" in message
+        assert "y.npy has (4,); save equal numbers of rows" in message
 
     def test_no_rows(self, tmp_path, refused):
         assert "x.npy is empty (shape (0, 2)" in refused(*self.save(tmp_path, x=np.zeros((0, 2)), y=np.zeros(0)))
@@ -253,4 +253,4 @@ class TestRefused:
             x_test=np.zeros((4, 3)),
             y_test=np.zeros(4),
         )
-        assert "save both with equal rows" in refused(tmp_path / "a.npz")
+        assert "use one dtype and shape" in refused(tmp_path / "a.npz")

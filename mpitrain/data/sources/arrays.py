@@ -78,7 +78,7 @@ def arrays_source(files: Sequence[Path], options: PrepareOptions) -> Source:
             if train_array.dtype != test_array.dtype or train_array.shape[1:] != test_array.shape[1:]:
                 raise InputError(
                     f"{test_array.label} has rows of {test_array.dtype} {test_array.shape[1:]}, "
-                    f"{train_array.label} has {train_array.dtype} {train_array.shape[1:]}; save both with equal rows"
+                    f"{train_array.label} has {train_array.dtype} {train_array.shape[1:]}; use one dtype and shape"
                 )
     return source_of_pairs(x, y, train, test, len(files), options)
 
@@ -148,7 +148,9 @@ def _pair_arrays(arrays: dict[str, Array], label: str) -> tuple[Pair, Pair | Non
             raise InputError(f"source {label} has {', '.join(arrays)}, but not {missing}; name its arrays {_NAMES}")
         xs, ys = arrays[x], arrays[y]
         if not xs.shape or not ys.shape or xs.shape[0] != ys.shape[0]:
-            raise InputError(f"{xs.label} has the shape {xs.shape}, {ys.label} {ys.shape}; save equally many rows")
+            raise InputError(
+                f"{xs.label} has the shape {xs.shape}, but {ys.label} has {ys.shape}; save equal numbers of rows"
+            )
         if 0 in xs.shape + ys.shape:
             raise InputError(f"{xs.label} is empty (shape {xs.shape}, y {ys.shape}); save at least one row")
         return xs, ys

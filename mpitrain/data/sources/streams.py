@@ -87,7 +87,7 @@ def _transcode(file: IO[bytes], path: Path, encoding: str) -> Generator[bytes, N
             piece = decoder.decode(chunk, final=not chunk).encode("utf-8")
         except UnicodeError:
             raise InputError(
-                f"text file {path} is not {encoding} after byte {taken}; set --encoding to its own"
+                f"text file {path} is not {encoding} after byte {taken}; use the right --encoding"
             ) from None
         taken += len(chunk)
         yield piece

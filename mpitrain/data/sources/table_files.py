@@ -145,7 +145,7 @@ def open_table(path: Path, *, least: int = 2) -> TableFile:
     with open_stream(path) as file:
         top = io.TextIOWrapper(file, "utf-8-sig", "replace").readline(_LONGEST_LINE)
     if len(top) == _LONGEST_LINE:
-        raise InputError(f"table {path}: its first line has over {_LONGEST_LINE >> 20} Mi characters; use a table")
+        raise InputError(f"{path}: its first line has over {_LONGEST_LINE >> 20} Mi characters; check if it is a table")
     delimiter = max(",;\t", key=top.count)
     lines = [cells for _, cells in islice(_lines(path, delimiter, skip=False), 2)]
     if not lines:
