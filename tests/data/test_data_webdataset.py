@@ -122,4 +122,4 @@ def test_unusable_archives_are_refused(tmp_path, refused):
     assert "x in archive" in refused(lonely) and "has no class" in refused(lonely)
     assert "has no images with classes" in refused(write_archive(tmp_path / "c.tar", [("x.bin", b"1")]))
     (tmp_path / "names").write_text("cat\n")
-    assert "has class '1', and" in refused(tmp_path / "a.tar", "--classes", tmp_path / "names")
+    assert "has the class '1', which" in refused(tmp_path / "a.tar", "--classes", tmp_path / "names")
