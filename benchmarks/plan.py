@@ -144,7 +144,7 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
         model = profile_of(config, description_of(config), machine, budget=_BUDGET, ranks_per_node=each)
         predictor = Predictor(model, machine, options.nodes, each)
         plan = best(predictor, rules_of(config), options.choices)
-        layouts: dict[ParallelLayout, int] = {each.layout: number for number, each in enumerate(plan.found)}
+        layouts: dict[ParallelLayout, int] = {each.layout: number for number, each in enumerate(plan.predictions)}
         requested = [read(line) for line in options.layouts.split(";")] if options.layouts else None
         for layout in requested or spread(ranks, model.batch, len(model.blocks(1))):
             layouts.setdefault(layout, -1)

@@ -113,7 +113,10 @@ class MeshAxis:
             group: Ranks that take part, a `parallel.places.Group`.
             step: The `planner.predictor.StepSimulation`.
         """
-        return float(step.seconds(exchange.operation, float(exchange.nbytes), group, "private") + step.meeting(group))
+        return float(
+            step.seconds(exchange.operation, float(exchange.nbytes), group, "private")
+            + step.core_sharing_seconds(group)
+        )
 
     def buffers(self, sizes: Iterable[int]) -> float:
         """Return the bytes of a rank's buffers for exchanges along this axis.

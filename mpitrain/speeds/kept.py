@@ -17,7 +17,7 @@ from mpitrain.comm.selection import table_path
 from mpitrain.errors import InputError
 from mpitrain.monitor import peak_memory_bytes
 from mpitrain.monitor.memory import node_memory_bytes
-from mpitrain.planner.machine import SECTIONS, Values, merged, read_values, write_values
+from mpitrain.planner.machine import SECTIONS, Values, merge, read_values, write_values
 from mpitrain.speeds import cores, links
 from mpitrain.speeds.cores import COPY, COPY_ALONE, PRECISIONS, THREADS, UPDATE, Effort
 from mpitrain.storage.text import counted
@@ -169,6 +169,6 @@ def measured(world: Communicator, on_device: bool, kind: str) -> Values:
     values = values_from({world.size: results}, quick=False)
     values["origin"] = f"measured {time.strftime('%Y-%m-%d')} at the start of a job"
     if world.rank == 0:
-        values = merged(kept(), values)
+        values = merge(kept(), values)
         keep(values)
     return values

@@ -22,8 +22,7 @@ from mpitrain.planner.candidates import candidates
 from mpitrain.planner.machine import read_machine
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
-from mpitrain.planner.search import best
-from mpitrain.planner.search import given as settings_given
+from mpitrain.planner.search import best, explicit_settings
 
 INT, FLOAT = np.dtype("int64"), np.dtype("float32")
 REPLICA = (("extensions:Replica", 2),)
@@ -119,8 +118,8 @@ def test_all_layouts_have_the_axes_that_the_configuration_names():
         (each.data, each.pipeline, each.tensor) for each in candidates(model, Nodes(1, 4))
     }
     predictor = Predictor(model, read_machine("cpu-128"), 2, 4)
-    plan = best(predictor, rules, 1, wanted=settings_given(CONFIG))
-    assert plan.found[0].layout.axes == REPLICA and plan.found[0].layout.microbatch == 2
+    plan = best(predictor, rules, 1, requested=explicit_settings(CONFIG))
+    assert plan.predictions[0].layout.axes == REPLICA and plan.predictions[0].layout.microbatch == 2
 
 
 def test_an_axis_that_divides_samples_is_planned_with_what_it_exchanges():
@@ -133,7 +132,7 @@ def test_an_axis_that_divides_samples_is_planned_with_what_it_exchanges():
     machine = read_machine("cpu-128")
     profile = profile_of(config, images, machine, measure=False)
     predictor = Predictor(profile, machine, 1, 4)
-    [prediction] = best(predictor, rules_of(config), 1).found
+    [prediction] = best(predictor, rules_of(config), 1).predictions
     assert prediction.layout.axes == tuple(axes.items()) and prediction.parts["tensor"] > 0
     whole, half = (profile.blocks(6, each.divided) for each in (ParallelLayout(2), prediction.layout))
     assert {each.axis for block in half for each in block.forwards} == {"height", REPLICAS}

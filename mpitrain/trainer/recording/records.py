@@ -42,7 +42,7 @@ from mpitrain.monitor.run_files import HELD_OUT, RankWriter
 from mpitrain.monitor.trackers import Tracking, asked_for
 from mpitrain.parallel.costs import AxisExchange, Divided
 from mpitrain.parallel.layouts import in_layers
-from mpitrain.planner.counted import Observed, observe
+from mpitrain.planner.counted import BlockObservation, observe
 from mpitrain.planner.subject import Subject
 from mpitrain.shard.flat import numbered
 from mpitrain.shard.parameters import Gathered
@@ -309,7 +309,7 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
     return expected
 
 
-def _again(name: str, block: Observed, staged: bool) -> Sequence[AxisExchange]:
+def _again(name: str, block: BlockObservation, staged: bool) -> Sequence[AxisExchange]:
     """Return the exchanges of a block when it is recomputed for backward.
 
     A pipeline stage is recomputed as a whole. Otherwise each block of a list is recomputed up to the last tensor that
@@ -320,7 +320,7 @@ def _again(name: str, block: Observed, staged: bool) -> Sequence[AxisExchange]:
     return block.forwards[:-1] if name.rpartition(".")[2].isdigit() else ()
 
 
-def _observed(trainer: Run, samples: int) -> tuple[list[str], list[Observed]]:
+def _observed(trainer: Run, samples: int) -> tuple[list[str], list[BlockObservation]]:
     """Return the names of all blocks of the divided model, and what each computes and exchanges for a microbatch."""
     config, mesh = trainer.config, trainer.mesh
     parallel, subject = config.parallel, Subject(config, trainer.data.description, real=False)
