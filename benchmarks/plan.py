@@ -160,7 +160,7 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
                     "choice": number,
                     "config": merged(base, settings(layout)),
                     "seconds": prediction.seconds,
-                    "parts": dict(prediction.parts),
+                    "parts": dict(prediction.times),
                     "memory": dict(prediction.memory),
                 }
             )

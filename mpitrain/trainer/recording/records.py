@@ -296,7 +296,7 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
     pipeline = engine.pipeline
     if pipeline is not None:
         tied = sum(bytes_sent("all_reduce", nbytes, ranks) for nbytes, ranks in pipeline.tied_bytes)
-        expected[mesh.stages.label] = times * sum(blocks[number].given for number in pipeline.crossings) + tied
+        expected[mesh.stages.label] = times * sum(blocks[number].output_bytes for number in pipeline.crossings) + tied
     if inside := [name for name in mesh.dividing(LAYERS, PARTS) if mesh.shape[name] > 1]:
         own_blocks = pipeline.blocks if pipeline is not None else range(len(blocks))
         passes: list[Sequence[AxisExchange]] = [(*blocks[n].forwards, *blocks[n].backwards) for n in own_blocks]
