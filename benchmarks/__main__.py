@@ -43,17 +43,17 @@ def main(arguments: Sequence[str]) -> int:
     Args:
         arguments: Name of the benchmark, then its options.
     """
-    early.answer(arguments[:1], usage)
+    early.print_help(arguments[:1], usage)
     if not arguments:
         print(usage())
         return EXIT_BAD_INPUT
     name, rest = arguments[0], list(arguments[1:])
     modules = _modules()
     if name not in modules:
-        if early.launched_first():
+        if early.is_first_rank():
             print(f"mpitrain: there is no benchmark {name!r}; there are {', '.join(sorted(modules))}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    return self_start.command(lambda: int(importlib.import_module(modules[name][0]).main(rest)))
+    return self_start.run_command(lambda: int(importlib.import_module(modules[name][0]).main(rest)))
 
 
 def names() -> list[str]:

@@ -33,7 +33,7 @@ from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import EXIT_DONE, InputError, MpitrainError
-from mpitrain.measuring.self_start import launched
+from mpitrain.measuring.self_start import is_launched
 from mpitrain.models.losses import cross_entropy
 from mpitrain.parallel.layouts import ParallelLayout, read, settings, text
 from mpitrain.parallel.rules import rules_of
@@ -66,7 +66,7 @@ QUICK: dict[str, dict[str, Any]] = {
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
     parser = _parser()
-    if launched():
+    if is_launched():
         return run(parser, measure, report, arguments)
     options = parser.parse(arguments)
     text = json.dumps(_predictions(options))

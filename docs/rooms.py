@@ -27,7 +27,7 @@ WORDS = {
     "comm": "collectives, memory, failures; it alone knows MPI",
     "storage": "locks, commits of folders, hashes",
     "early": "before torch is imported", "choices": "names that settings choose from",
-    "errors": "one line: what is wrong, how to mend it",
+    "errors": "one line: what is wrong, how to fix it",
 }  # fmt: skip
 
 

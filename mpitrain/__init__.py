@@ -8,7 +8,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.early import __version__, explain, missing_package
+from mpitrain.early import __version__, missing_package, report_errors
 
 if TYPE_CHECKING:
     from mpitrain.comm import ANY_SOURCE, Arena, Communicator, Work, compression, init
@@ -38,7 +38,7 @@ __all__ += ["Pipeline", "Trainer", "Work", "compression", "init", "initialize", 
 __all__ += ["__version__", "parallelize"]
 
 if sys.argv[:1] == ["-m"]:  # python -m mpitrain.COMMAND, before that module is imported
-    explain(missing_package)
+    report_errors(missing_package)
 
 
 def __getattr__(name: str) -> Any:

@@ -18,9 +18,9 @@ from mpitrain.checkpoint import contents
 from mpitrain.checkpoint.convert import save_torch, write_safetensors
 from mpitrain.config.training import ModelSection
 from mpitrain.early import VERSION
-from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, tell
+from mpitrain.errors import EXIT_DONE, InputError, echo, exit_code_of
 from mpitrain.inference.commands import add_trust
-from mpitrain.loading import BASE, saved_in
+from mpitrain.loading import BASE, read_saved_model
 from mpitrain.models import Task
 from mpitrain.models.build import adapted_layers
 from mpitrain.models.hugging_face import PREFIX, Facade, save_folder
@@ -44,13 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
 
     def act() -> int:
-        tell(arguments.act(arguments))
+        echo(arguments.act(arguments))
         return EXIT_DONE
 
     return exit_code_of(act)
 
 
-def _trained(path: Path, out: Path, trust: bool) -> tuple[Task, ModelSection]:
+def _load_trained(path: Path, out: Path, trust: bool) -> tuple[Task, ModelSection]:
     """Return the model of a run with its trained adapters, and the [model] section that it was built from.
 
     Raises:
@@ -58,7 +58,7 @@ def _trained(path: Path, out: Path, trust: bool) -> tuple[Task, ModelSection]:
         CheckpointError: The checkpoint is damaged.
     """
     require_new(out)
-    saved = saved_in(contents.only(path), trust=trust)
+    saved = read_saved_model(contents.resolve(path), trust=trust)
     base = saved.manifest.values.get(BASE)
     if not isinstance(base, dict) or "rank" not in base.get("adapter", {}):
         raise InputError(f"{saved.folder} holds no adapters of model.lora; use python -m mpitrain.checkpoint export")
@@ -76,7 +76,7 @@ def write_merged(run: Path, out: Path, *, trust: bool = False) -> str:
     Returns:
         Sentence that says what was written.
     """
-    task, section = _trained(run, out, trust)
+    task, section = _load_trained(run, out, trust)
     folder = section.factory.startswith(PREFIX) and not out.suffix
     if not folder and out.suffix not in (".safetensors", ".pt"):
         raise InputError(f"{out}: what to write is told by its ending; use .safetensors or .pt, or for hf: a folder")
@@ -108,7 +108,7 @@ def write_peft(run: Path, out: Path, *, trust: bool = False) -> str:
     Returns:
         Sentence that says what was written.
     """
-    task, section = _trained(run, out, trust)
+    task, section = _load_trained(run, out, trust)
     layers = adapted_layers(task.module)
     turned = {layer.transposed for layer in layers.values()}
     if len(turned) > 1:

@@ -21,7 +21,7 @@ def usage() -> str:
     return _USAGE + "\n".join(f"  mpitrain.bench {old:{width}}  is now  {new}" for old, new in _ELSEWHERE.items())
 
 
-def instead_of(words: list[str]) -> str:
+def replacement_for(words: list[str]) -> str:
     """Return the command that replaces `mpitrain.bench` with the given arguments."""
     for old, new in _ELSEWHERE.items():
         name, *options = old.split()
@@ -32,9 +32,9 @@ def instead_of(words: list[str]) -> str:
 
 def main() -> int:
     """Raise an InputError that names the replacement."""
-    raise InputError(f"mpitrain.bench is gone; use {instead_of(sys.argv[1:])}")
+    raise InputError(f"mpitrain.bench is gone; use {replacement_for(sys.argv[1:])}")
 
 
 if __name__ == "__main__":
-    early.answer(sys.argv[1:], usage)
+    early.print_help(sys.argv[1:], usage)
     sys.exit(exit_code_of(main))

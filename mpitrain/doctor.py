@@ -28,8 +28,8 @@ if __name__ == "__main__":  # before the other imports, which start MPI; --clean
             name = sys.argv[1].removeprefix("--")
             return int(importlib.import_module(f"mpitrain.measuring.{name}").main(sys.argv[2:]))
 
-        sys.exit(self_start.command(act))
-    early.answer(sys.argv[1:], lambda: str(__doc__).strip())
+        sys.exit(self_start.run_command(act))
+    early.print_help(sys.argv[1:], lambda: str(__doc__).strip())
     if sys.argv[1:]:
         from mpitrain.comm.job.cleanup import clean
         from mpitrain.errors import exit_code_of
@@ -49,7 +49,7 @@ from mpitrain.comm.job.topology import cores_of, library_name, sharing, siblings
 from mpitrain.comm.memory import device as hardware
 from mpitrain.comm.selection import Setting, describe_rules
 from mpitrain.early import VERSION
-from mpitrain.errors import EXIT_DONE, EXIT_FAILED, tell
+from mpitrain.errors import EXIT_DONE, EXIT_FAILED, echo
 from mpitrain.monitor.memory import node_memory_bytes
 from mpitrain.speeds.timing import Contender, interleaved
 from mpitrain.storage.disk import SHARED_MEMORY
@@ -72,7 +72,7 @@ def main() -> int:
     lines += [*reached, *(() if any(verdict == BAD for verdict, _, _ in reached) else speed(world)), *algorithms(world)]
     if world.rank == 0:
         for verdict, subject, finding in lines:
-            tell(f"{verdict:4}  {subject:16} {finding}")
+            echo(f"{verdict:4}  {subject:16} {finding}")
         bad = sum(verdict == BAD for verdict, _, _ in lines)
         print(f"{bad} wrong, {sum(v == WARN for v, _, _ in lines)} to look at")
     return EXIT_FAILED if any(verdict == BAD for verdict, _, _ in lines) else EXIT_DONE
@@ -202,8 +202,8 @@ def reach(world: Communicator) -> list[Line]:
     forbidden = "the system forbids reading other processes' memory (process_vm_readv)"
     if "MPICH" in world.library and os.environ.get(_CMA) != "0":  # large messages would fail
         return [(BAD, "ranks of a node", f"{forbidden}, which this MPI relies on: export {_CMA}=0")]
-    mend = "ordinary tensors are summed through shared memory, slower; containers: --cap-add=SYS_PTRACE"
-    return [(WARN, "ranks of a node", f"{forbidden}: {mend}")]
+    fix = "ordinary tensors are summed through shared memory, slower; containers: --cap-add=SYS_PTRACE"
+    return [(WARN, "ranks of a node", f"{forbidden}: {fix}")]
 
 
 def speed(world: Communicator) -> list[Line]:

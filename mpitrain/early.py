@@ -20,7 +20,7 @@ from mpitrain.errors import EXIT_DONE, InputError, refusal
 
 __version__ = "0.1.0"  # setup.cfg reads it from here
 START_TIMEOUT = "MPITRAIN_START_TIMEOUT"  # environment variable: seconds within which all ranks must reach MPI's start
-LEAST = 20.0  # least value in seconds, because imports may take longer than the limit for operations
+MIN_START_TIMEOUT = 20.0  # least value in seconds, because imports may take longer than the limit for operations
 RANK_NAMES = (
     "OMPI_COMM_WORLD_RANK",
     "PMI_RANK",
@@ -28,7 +28,7 @@ RANK_NAMES = (
     "SLURM_PROCID",
 )  # variables in which launchers give the rank
 _NEEDED = ("h5py", "numpy", "pydantic", "rich", "tomli", "tomli_w", "torch", "zlib_ng")  # without MPI's packages
-_came: list[int] = []
+_signals: list[int] = []
 T = TypeVar("T")
 
 VERSION = f"mpitrain {__version__}"  # text of --version
@@ -50,51 +50,51 @@ class Parser(argparse.ArgumentParser):
         raise refusal(f"{message}; see {self.prog} --help")
 
 
-def whole_number(text: str) -> int:
+def positive_integer(text: str) -> int:
     """Return the positive integer in an argument, for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
-def keep_signals() -> None:
-    """Record a SIGUSR1 that arrives from now on, for `asked`."""
-    signal.signal(signal.SIGUSR1, lambda number, frame: _came.append(number))
+def record_signals() -> None:
+    """Record a SIGUSR1 that arrives from now on, for `received_signal`."""
+    signal.signal(signal.SIGUSR1, lambda number, frame: _signals.append(number))
 
 
-def asked() -> str:
+def received_signal() -> str:
     """Return the name of the signal that arrived, or ""."""
-    return signal.Signals(_came[0]).name if _came else ""
+    return signal.Signals(_signals[0]).name if _signals else ""
 
 
-def allow(seconds: float) -> None:
+def set_start_timeout(seconds: float) -> None:
     """Set the time limit for all ranks to reach MPI's start, in seconds, unless the environment has one."""
-    os.environ.setdefault(START_TIMEOUT, str(max(seconds, LEAST)))
+    os.environ.setdefault(START_TIMEOUT, str(max(seconds, MIN_START_TIMEOUT)))
 
 
-def launched_first() -> bool:
+def is_first_rank() -> bool:
     """Return whether this process has rank 0 or no launcher, and therefore prints for the job before MPI runs."""
     return next((os.environ[name] for name in RANK_NAMES if name in os.environ), "0") == "0"
 
 
-def answer(arguments: Sequence[str], help_text: Callable[[], str]) -> None:
+def print_help(arguments: Sequence[str], help_text: Callable[[], str]) -> None:
     """Exit if --help or --version is among the arguments; the first rank prints the text.
 
     Args:
         arguments: Arguments of the command line.
         help_text: Function that returns the text for --help.
     """
-    asked = {"-h", "--help", "--version"} & set(arguments)
-    if not asked:
+    requested = {"-h", "--help", "--version"} & set(arguments)
+    if not requested:
         return
-    if launched_first():
-        print(VERSION if "--version" in asked else help_text())
+    if is_first_rank():
+        print(VERSION if "--version" in requested else help_text())
     raise SystemExit(EXIT_DONE)
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Print a message on standard error before MPI runs, only on the first rank."""
-    if launched_first():
+    if is_first_rank():
         print(f"mpitrain: {text}", file=sys.stderr)
 
 
@@ -118,7 +118,7 @@ def read_arguments(read: Callable[[], T]) -> T | None:
         raise SystemExit(error.exit_code) from None
 
 
-def explain(line_for: Callable[[BaseException], str | None]) -> None:
+def report_errors(line_for: Callable[[BaseException], str | None]) -> None:
     """Report an uncaught error by one line of the first rank, and exit.
 
     Args:
@@ -131,7 +131,7 @@ def explain(line_for: Callable[[BaseException], str | None]) -> None:
             sys.__excepthook__(kind, error, trace)
             return
         if line:
-            say(line)
+            log(line)
         raise SystemExit(getattr(error, "exit_code", 2))
 
     sys.excepthook = hook

@@ -83,7 +83,7 @@ def _escaped(letter: str, allowed: str) -> str:
     return letter if letter in allowed else letter.encode("unicode_escape").decode()
 
 
-def tell(*lines: object) -> None:
+def echo(*lines: object) -> None:
     """Print lines on standard output, with characters that would control the terminal replaced by escapes."""
     print(*(printable(line, None, as_text=True) for line in lines), sep="\n", flush=True)
 
@@ -100,14 +100,14 @@ def message_of(error: BaseException) -> str:
 
 
 @contextmanager
-def refusing(what: str, mend: str, *, agreed: bool = False) -> Iterator[None]:
+def refusing(what: str, fix: str, *, agreed: bool = False) -> Iterator[None]:
     """Turn any exception that a parser raises about the content of a file into an InputError of one line.
 
     Use it for parsers that do not document their exceptions. OSErrors and errors of mpitrain are not changed.
 
     Args:
         what: File and problem, such as "array x.npy is not a plain .npy array".
-        mend: Advice for the message.
+        fix: Advice for the message.
         agreed: True if every rank reads the same file (see `MpitrainError`).
     """
     try:
@@ -115,10 +115,10 @@ def refusing(what: str, mend: str, *, agreed: bool = False) -> Iterator[None]:
     except (OSError, MpitrainError):
         raise
     except MemoryError:
-        raise InputError(f"{what} (it asks for more memory than there is); {mend}", agreed=agreed) from None
+        raise InputError(f"{what} (it asks for more memory than there is); {fix}", agreed=agreed) from None
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"{what} ({printable(reason)}); {mend}", agreed=agreed) from None
+        raise InputError(f"{what} ({printable(reason)}); {fix}", agreed=agreed) from None
 
 
 def exit_code_of(act: Callable[[], int]) -> int:

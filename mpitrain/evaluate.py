@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpitrain import early
-from mpitrain.errors import EXIT_DONE, InputError, refusal, tell
+from mpitrain.errors import EXIT_DONE, InputError, echo, refusal
 from mpitrain.inference.commands import add_trust, parse
 from mpitrain.storage.disk import reason, replacing, write_whole
-from mpitrain.storage.text import aligned, counted, spoken
+from mpitrain.storage.text import align_rows, counted, with_spaces
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     add("run", type=Path, metavar="RUN", help="a run folder, or a step-... folder of its checkpoints")
     add("--data", metavar="PATH", help="a data set like the one it was trained on [data.path of the run]")
     add("--split", choices=("held_out", "train"), default="held_out", help="of the data set [held_out]")
-    add("--samples", type=early.whole_number, metavar="N", help="at most so many, spread evenly [all]")
+    add("--samples", type=early.positive_integer, metavar="N", help="at most so many, spread evenly [all]")
     add("--best", action="store_true", help="the checkpoint that checkpoint.best keeps [the newest]")
     add("--step", type=int, metavar="N", help="the checkpoint of this step [the newest]")
     add("--confusion", type=Path, metavar="FILE.csv", help="write how often each class was taken for each")
@@ -101,8 +101,8 @@ def _divided(words: list[str]) -> tuple[list[str], list[str]]:
 def _tell(told: Evaluation, options: argparse.Namespace) -> None:
     """Print the metrics and write the requested files, on one rank."""
     split = options.split.replace("_", "-")
-    tell(f"{told.checkpoint} on {counted(told.samples, f'{split} sample')} of {told.data or 'data.path'}")
-    tell(aligned([(spoken(name), f"{value:.6g}") for name, value in told.figures.items()]))
+    echo(f"{told.checkpoint} on {counted(told.samples, f'{split} sample')} of {told.data or 'data.path'}")
+    echo(align_rows([(with_spaces(name), f"{value:.6g}") for name, value in told.figures.items()]))
     counts: list[list[int]] = told.confusion.tolist() if told.confusion is not None else []
     values = {"checkpoint": str(told.checkpoint), "step": told.step, "data": told.data, "split": options.split}
     values |= {"samples": told.samples}

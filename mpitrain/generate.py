@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpitrain.early import whole_number
+from mpitrain.early import positive_integer
 from mpitrain.errors import EXIT_DONE, printable, refusal
 from mpitrain.inference.commands import Job, add_run, json_lines, parse, require_new, run_as_job
 from mpitrain.monitor.progress import terminal_behind
@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
     prompts = 'prompts, one a line; of FILE.jsonl what each line has under "prompt"'
     add("--prompts", type=Path, metavar="FILE", help=prompts)
-    add("--tokens", type=whole_number, default=128, metavar="N", help="tokens to be made, at most [128]")
+    add("--tokens", type=positive_integer, default=128, metavar="N", help="tokens to be made, at most [128]")
     divided = "what scores are divided by; 0: the likeliest token each time [1]"
     add("--temperature", type=float, default=1.0, metavar="T", help=divided)
     add("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens; 0: all [0]")

@@ -38,26 +38,26 @@ from mpitrain.models.task import Task, TrainedBase
 from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG
 
 
-def require_same_model(own: Mapping[str, Any], told: Mapping[str, Any], folder: Path, mend: str = "") -> None:
+def require_same_model(section: Mapping[str, Any], saved: Mapping[str, Any], folder: Path, fix: str = "") -> None:
     """Raise InputError if a checkpoint's gpt model computes something else than the run's.
 
     Args:
-        own: Keys of [model] of the run.
-        told: Keys of [model] that the checkpoint was trained with; empty if unknown.
+        section: Keys of [model] of the run.
+        saved: Keys of [model] that the checkpoint was trained with; empty if unknown.
         folder: Folder of the checkpoint.
-        mend: Advice for the message; by default, to train with the settings beside the checkpoint.
+        fix: Advice for the message; by default, to train with the settings beside the checkpoint.
     """
-    if own.get("factory") or told.get("factory") or own["name"] != "gpt" or told.get("name") != "gpt":
+    if section.get("factory") or saved.get("factory") or section["name"] != "gpt" or saved.get("name") != "gpt":
         return
     from mpitrain.models.gpt import Form
 
     for key in ("layers", "width", "heads", *(f.name for f in fields(Form) if f.name != "hidden"), "tied"):
-        mine, theirs = own[key], told.get(key, own[key])
+        mine, theirs = section[key], saved.get(key, section[key])
         if key == "kv_heads":
-            mine, theirs = mine or own["heads"], theirs or told.get("heads", own["heads"])
+            mine, theirs = mine or section["heads"], theirs or saved.get("heads", section["heads"])
         if mine != theirs:
             settings = folder.parent.parent / CONFIG
-            how = mend or (f"train with {settings}" if settings.exists() else f"set model.{key} to {theirs}")
+            how = fix or (f"train with {settings}" if settings.exists() else f"set model.{key} to {theirs}")
             raise refusal(f"{folder} is of a model with {key} {theirs}, and model.{key} is {mine}; {how}")
 
 
@@ -160,8 +160,8 @@ def build_task(section: ModelSection, description: Description) -> Task:
     if not section.base:
         return build_model(section, description)
     try:
-        folder = contents.only(Path(section.base).expanduser())
-        saved = saved_in(folder)
+        folder = contents.resolve(Path(section.base).expanduser())
+        saved = read_saved_model(folder)
     except InputError as error:
         raise InputError(f"model.base: {error}") from None
     if isinstance(saved.manifest.values.get(BASE), dict):
@@ -213,7 +213,7 @@ def load_task(path: str | Path, *, best: bool = False, trust: bool = False) -> t
         best: If true, use the checkpoint of the run folder that checkpoint.best keeps.
         trust: If true, import `model.factory` even if its module is in the run's folder.
     """
-    task, saved = first_whole(candidates(path, best=best), lambda folder: load_folder(folder, trust=trust))
+    task, saved = first_complete(candidates(path, best=best), lambda folder: load_folder(folder, trust=trust))
     return task, saved.description
 
 
@@ -224,7 +224,7 @@ def load_folder(folder: Path, *, trust: bool = False) -> tuple[Task, SavedModel]
         folder: Folder of the checkpoint.
         trust: See `load_model`.
     """
-    saved = saved_in(folder, trust=trust)
+    saved = read_saved_model(folder, trust=trust)
     return saved.load(), saved
 
 
@@ -239,10 +239,10 @@ def load_weights(module: nn.Module, path: str | Path) -> None:
         InputError: There is no checkpoint.
         CheckpointError: The checkpoint is damaged, lacks a tensor, or has a tensor in another shape.
     """
-    first_whole(candidates(path), lambda folder: fill(module, folder, contents.whole(folder)))
+    first_complete(candidates(path), lambda folder: fill(module, folder, contents.complete_manifest(folder)))
 
 
-def saved_in(folder: Path, *, trust: bool = False) -> SavedModel:
+def read_saved_model(folder: Path, *, trust: bool = False) -> SavedModel:
     """Return the description of a checkpoint's model, without reading weights.
 
     Args:
@@ -253,11 +253,11 @@ def saved_in(folder: Path, *, trust: bool = False) -> SavedModel:
         InputError: The checkpoint has no description, and there is no run folder to take it from.
         CheckpointError: The checkpoint is not whole.
     """
-    manifest = contents.whole(folder)
+    manifest = contents.complete_manifest(folder)
     if TASK in manifest.values:
-        section, description = _said(folder, manifest)
+        section, description = _read_description(folder, manifest)
     else:
-        section, description = _of_run(folder)
+        section, description = _description_of_run(folder)
     return SavedModel(folder, manifest, section, description, trust)
 
 
@@ -276,13 +276,15 @@ def candidates(path: str | Path, *, best: bool = False) -> list[Path]:
     return require(path)
 
 
-def first_whole(folders: Sequence[Path], act: Callable[[Path], T], say: Callable[[str], object] = warnings.warn) -> T:
+def first_complete(
+    folders: Sequence[Path], act: Callable[[Path], T], warn: Callable[[str], object] = warnings.warn
+) -> T:
     """Return the result of `act` for the first checkpoint that is whole.
 
     Args:
         folders: Checkpoint folders, at least one.
         act: Function that raises CheckpointError for a checkpoint that is not whole.
-        say: Function called with a message if an older checkpoint was used.
+        warn: Function called with a message if an older checkpoint was used.
 
     Raises:
         CheckpointError: No checkpoint is whole; the error is that of the first.
@@ -295,14 +297,14 @@ def first_whole(folders: Sequence[Path], act: Callable[[Path], T], say: Callable
             first = first or error
             continue
         if first is not None:
-            say(f"an older checkpoint was taken, {folder}: {first}")
+            warn(f"an older checkpoint was taken, {folder}: {first}")
         return result
     assert first is not None
     raise first
 
 
 def task_values(section: ModelSection, description: Description) -> dict[str, Any]:
-    """Return the value `task` of a checkpoint, which `saved_in` reads.
+    """Return the value `task` of a checkpoint, which `read_saved_model` reads.
 
     Args:
         section: The [model] section.
@@ -315,7 +317,7 @@ def task_values(section: ModelSection, description: Description) -> dict[str, An
     return {"model": section.model_dump(mode="json"), "data": data}
 
 
-def _said(folder: Path, manifest: Manifest) -> tuple[ModelSection, Description]:
+def _read_description(folder: Path, manifest: Manifest) -> tuple[ModelSection, Description]:
     """Return the model's section and the data's description stored in a manifest."""
     try:
         model, data = manifest.values[TASK]["model"], dict(manifest.values[TASK]["data"])
@@ -335,7 +337,7 @@ def _said(folder: Path, manifest: Manifest) -> tuple[ModelSection, Description]:
     return Config.from_dict({"model": model}, str(folder)).model, description
 
 
-def _of_run(folder: Path) -> tuple[ModelSection, Description]:
+def _description_of_run(folder: Path) -> tuple[ModelSection, Description]:
     """Return the model's section from the settings of a checkpoint's run, and the description of its data set."""
     settings = run_of(folder) / CONFIG
     if not settings.is_file():
@@ -370,10 +372,10 @@ def fill(module: nn.Module, folder: Path, manifest: Manifest) -> None:
         CheckpointError: Bytes are damaged, or the tensors are not those of the module.
     """
     parts: list[Part] = []
-    beside: list[
+    indirect: list[
         tuple[torch.Tensor, torch.Tensor]
     ] = []  # tensors that cannot be read into directly, and the tensors that are read instead
-    for name, tensor in _wanted(module, manifest):
+    for name, tensor in _tensors_to_load(module, manifest):
         source = source_of(manifest, MODEL + name, tensor.dtype)
         spec = manifest.tensors.get(source)
         stored = DTYPES[spec.dtype] if spec is not None else tensor.dtype
@@ -382,20 +384,20 @@ def fill(module: nn.Module, folder: Path, manifest: Manifest) -> None:
         flat = tensor.detach()
         if not flat.is_contiguous() or flat.dtype != dtype or not flat.is_cpu:
             flat = torch.empty(tensor.shape, dtype=dtype)
-            beside.append((tensor, flat))
+            indirect.append((tensor, flat))
         flat, part = flat.view(-1), logical_of(tensor)
         target = TensorSpec(source, part.shape, str(dtype).removeprefix("torch."))
         pieces = part.pieces(source, 0, part.numel) or [(0, Piece.whole(source, 0))]
         parts += [Part(target, piece, flat[at : at + piece.numel]) for at, piece in pieces]
     contents.read_parts(folder, manifest, parts)
     with torch.no_grad():
-        for tensor, flat in beside:
+        for tensor, flat in indirect:
             tensor.copy_(flat)
 
 
 def _require_known(module: nn.Module, folder: Path, manifest: Manifest) -> None:
     """Raise CheckpointError if a whole module lacks one of the model's tensors in a checkpoint."""
-    known = {MODEL + name for name, _ in _wanted(module, manifest)}
+    known = {MODEL + name for name, _ in _tensors_to_load(module, manifest)}
     lacking = sorted(name for name in manifest.tensors if name.startswith(MODEL) and name not in known)
     if lacking:
         raise CheckpointError(
@@ -404,7 +406,7 @@ def _require_known(module: nn.Module, folder: Path, manifest: Manifest) -> None:
         )
 
 
-def _wanted(module: nn.Module, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_to_load(module: nn.Module, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a module that a checkpoint must have, with their names in the checkpoint."""
     tied = manifest.values.get("tied", {})
     saved_names = set(module.state_dict(keep_vars=True))

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpitrain.early import whole_number
+from mpitrain.early import positive_integer
 from mpitrain.errors import EXIT_DONE, refusal
 from mpitrain.inference.commands import Job, add_run, parse, run_as_job
 
@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     kinds += "folder of images; of a model of text: .txt with a text a line, or JSON lines"
     add("input", type=Path, metavar="INPUT", help=kinds)
     add("--out", type=Path, required=True, metavar="FILE", help="a new .csv, .jsonl or .npz file")
-    add("--batch", type=whole_number, default=64, metavar="N", help="samples at a time and rank [64]")
+    add("--batch", type=positive_integer, default=64, metavar="N", help="samples at a time and rank [64]")
     bad = "leave out images that cannot be read and rows of tables that do not fit, and count them"
     add("--skip-bad", action="store_true", help=bad)
     keep = "tables: columns that the output has as they are, such as an id"

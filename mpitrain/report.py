@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mpitrain.early import VERSION
-from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, tell
+from mpitrain.errors import EXIT_DONE, InputError, echo, exit_code_of
 
 Run = Callable[[argparse.Namespace], int | None]  # returns the exit code, or None for success
 _PROGRAM = "python -m mpitrain.report"
@@ -41,7 +41,7 @@ def _of_runs() -> tuple[argparse.ArgumentParser, Run]:
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
         description="What runs did, in a few lines or as a page of charts.",
-        epilog=f"{_PROGRAM} schedule --help and {_PROGRAM} timeline --help tell of pipeline schedules and timelines.",
+        epilog=f"{_PROGRAM} schedule --help and {_PROGRAM} timeline --help describe pipeline schedules and timelines.",
     )
     add = parser.add_argument
     add("--version", action="version", version=VERSION)
@@ -82,7 +82,7 @@ def _report(arguments: argparse.Namespace) -> int | None:
     if len(folders) == 1 and not (arguments.out or arguments.png):
         from mpitrain.monitor.run_files import summary
 
-        tell(summary(folders[0]))
+        echo(summary(folders[0]))
         return None
     from mpitrain.monitor.report.findings import (
         Named,
@@ -104,11 +104,11 @@ def _report(arguments: argparse.Namespace) -> int | None:
     runs = [Named(name, read_run(folder)) for name, folder in zip(short_names(folders), folders, strict=True)]
     if arguments.out:
         size = write_page(runs, arguments.out)
-        tell(f"page: {arguments.out} ({size / 1e6:.1f} MB; opens in a browser, without a network)")
+        echo(f"page: {arguments.out} ({size / 1e6:.1f} MB; opens in a browser, without a network)")
     if arguments.png:
-        tell(f"pictures: {len(write_pictures(runs, arguments.png))} in {arguments.png}")
+        echo(f"pictures: {len(write_pictures(runs, arguments.png))} in {arguments.png}")
     if not (arguments.out or arguments.png):
-        tell(comparison(runs))
+        echo(comparison(runs))
     return None
 
 
@@ -119,7 +119,7 @@ def _merge_timelines(arguments: argparse.Namespace) -> None:
     if not folders:
         raise InputError(f'{arguments.run} has no timeline; record one with monitor.timeline = "A:B"')
     for folder in folders:
-        tell(*told(merge(folder)))
+        echo(*told(merge(folder)))
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ import sys
 if __name__ == "__main__":  # before the other imports, which take seconds and load MPI
     from mpitrain import early
 
-    early.keep_signals()
+    early.record_signals()
     from mpitrain.config.settings import Config, help_text
 
-    early.answer(sys.argv[1:], lambda: help_text("mpitrain.train"))
+    early.print_help(sys.argv[1:], lambda: help_text("mpitrain.train"))
     config = early.read_arguments(lambda: Config.from_args(sys.argv[1:]))
-    early.allow(config.comm.timeout if config is not None else 0.0)
+    early.set_start_timeout(config.comm.timeout if config is not None else 0.0)
 
 from mpitrain.comm import init
 from mpitrain.comm.faults import ulfm

@@ -27,7 +27,7 @@ LABEL = os.environ.get("MPITRAIN_TEST_LABEL", "")
 FOLDER = Path(os.environ.get("MPITRAIN_TESTS", ".tests"))
 OPERATION_TIMEOUT = 60.0  # seconds
 _FAILURE = pytest.StashKey[str]()
-ON_PRETEND = (2, 3)  # sizes at which tests on the pretend accelerator run, if they run at one of these
+ON_PRETEND = (2, 3)  # sizes at which tests on the simulated accelerator run, if they run at one of these
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Load the pretend accelerator, still hidden, before anything computes gradients: see `pretend.load`."""
+    """Load the simulated accelerator, still hidden, before anything computes gradients: see `pretend.load`."""
     if any(map(_is_on_pretend, session.items)):
         import pretend
 
@@ -84,7 +84,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _is_on_pretend(item: pytest.Item) -> bool:
-    """Return whether a test uses the pretend accelerator, as its device or to transport device memory."""
+    """Return whether a test uses the simulated accelerator, as its device or to transport device memory."""
     called = getattr(item, "callspec", None)
     params = called.params if called is not None else {}
     return params.get("device") == "pretend" or params.get("way", "cpu") != "cpu"
@@ -92,7 +92,7 @@ def _is_on_pretend(item: pytest.Item) -> bool:
 
 @pytest.fixture(params=["cpu", "pretend"])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Return the CPU and, in a second test, this rank's device of the pretend accelerator.
+    """Return the CPU and, in a second test, this rank's device of the simulated accelerator.
 
     Work on the accelerator runs only when something waits for it. For a test on the accelerator alone:
 

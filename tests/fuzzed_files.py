@@ -26,7 +26,7 @@ from PIL import Image
 from rich.console import Console
 
 from mpitrain.checkpoint.__main__ import main as checkpoint
-from mpitrain.checkpoint.contents import damages, load_tensor
+from mpitrain.checkpoint.contents import damaged_places, load_tensor
 from mpitrain.checkpoint.convert import os_errors, read_tensors
 from mpitrain.checkpoint.manifest import read_manifest as read_checkpoint
 from mpitrain.comm.selection import Tuning
@@ -241,7 +241,7 @@ def _checkpoint(folder: Path) -> list[Path]:
 
 def _read_checkpoint(folder: Path) -> Any:
     step = folder / "run/checkpoints/step-00000000"
-    for problem in damages(step):
+    for problem in damaged_places(step):
         raise InputError(problem)
     manifest = read_checkpoint(step)
     return [(name, load_tensor(step, manifest, name).tolist()) for name in sorted(manifest.tensors)]

@@ -70,13 +70,13 @@ in_two_halves() { # in_two_halves PATHS...: these in the background, with what t
     return $code
 }
 
-built() { # waits until the pretend accelerator is there
+built() { # waits until the simulated accelerator is there
     [ -z "$building" ] || wait "$building" || failed=1
     building=
 }
 
 python -m compileall -q mpitrain tests examples # once, for the processes that start together
-PYTHONPATH=tests python -m pretend & # the pretend accelerator
+PYTHONPATH=tests python -m pretend & # the simulated accelerator
 building=$!
 linting=
 if [ -z "$long" ] && [ -n "$all" ]; then

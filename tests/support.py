@@ -65,7 +65,7 @@ def clean_environment(**extra: str) -> dict[str, str]:
 
 
 def pretend_environment(*, visible: str | None = None, late_ms: int = -1) -> dict[str, str]:
-    """Return the variables that give a child process the pretend accelerator from `import torch` on.
+    """Return the variables that give a child process the simulated accelerator from `import torch` on.
 
     Args:
         visible: Numbers of the visible devices, such as "1,0"; None for all (two).
@@ -78,7 +78,7 @@ def pretend_environment(*, visible: str | None = None, late_ms: int = -1) -> dic
 
 
 def require_pretend() -> None:
-    """Skip the test where the pretend accelerator cannot be built; CI has the required compiler."""
+    """Skip the test where the simulated accelerator cannot be built; CI has the required compiler."""
     import pretend
     import pytest
 
@@ -101,7 +101,7 @@ def job(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command on `ranks` ranks (0: without a launcher) and capture its output.
 
-    device: "pretend" gives its processes the pretend accelerator; the job must still select it with run.device.
+    device: "pretend" gives its processes the simulated accelerator; the job must still select it with run.device.
     """
     if device == "pretend":
         environment = pretend_environment() | environment

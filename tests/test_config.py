@@ -117,7 +117,7 @@ def test_names_of_other_tools_that_mean_the_same_are_accepted_and_ours_is_said_o
             ("config", lambda section=section, key=key, value=value: Config.from_dict({section: {key: value}})),
         ):
             messages: list[str] = []
-            monkeypatch.setattr("mpitrain.early.say", messages.append)
+            monkeypatch.setattr("mpitrain.early.log", messages.append)
             config = read()
             assert getattr(getattr(config, our_section), name) == value
             assert messages == [f"{origin}: {theirs} is called {ours} here"]
@@ -214,7 +214,7 @@ def test_a_setting_that_is_gone_is_answered_with_what_replaces_it(tmp_path, monk
             with pytest.raises(InputError, match=f"^{re.escape(f'{origin}: {name} is gone: {instead}')}$"):
                 read()
         messages: list[str] = []  # the resolved settings of earlier runs name it
-        monkeypatch.setattr("mpitrain.early.say", messages.append)
+        monkeypatch.setattr("mpitrain.early.log", messages.append)
         assert Config.from_dict({section: {key: empty}}) == Config() and not messages
 
 

@@ -48,7 +48,7 @@ def test_a_lease_is_held_by_one_process_and_given_back(lock):
     first = locks.take(lock)
     with pytest.raises(locks.LockHeld):
         locks.take(lock)
-    locks.keep(lock)  # this process has it
+    locks.hold_until_exit(lock)  # this process has it
     first.close()
     assert os.listdir(lock.parent) in (["lock", "sitecustomize.py"], ["sitecustomize.py", "lock"])
     holder = _hold(lock, "time.sleep(60)")

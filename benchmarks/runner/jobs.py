@@ -59,7 +59,7 @@ class BenchmarkParser:
         least: int = 2,
     ) -> None:
         self.name, self.too_few, self.least = name, too_few, least
-        self.arguments = self_start.parser(f"benchmarks {name}", description, ranks, 1800)
+        self.arguments = self_start.make_parser(f"benchmarks {name}", description, ranks, 1800)
         self.add("out", type=Path, default=Path("bench-results"), metavar="DIR", help="results [bench-results]")
         self._quick: dict[str, float] = {}
         if repeats is not None:
@@ -153,7 +153,7 @@ def run(parser: BenchmarkParser, measure: Measure, report: MakeReport, arguments
     """
     options, name = parser.parse(arguments), parser.name
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if not self_start.launched() and load > _BUSY * cores:
+    if not self_start.is_launched() and load > _BUSY * cores:
         print(
             f"mpitrain: other work keeps this machine busy (load {load:.1f}, {cores} cores); the figures will mislead"
         )
@@ -169,7 +169,7 @@ def run(parser: BenchmarkParser, measure: Measure, report: MakeReport, arguments
         written = write(name, report(results, options), header, results, options.out, options.quick)
         print("written: " + ", ".join(map(str, written)))
 
-    return self_start.measured(["-m", "benchmarks", name, *arguments], options, name, part, keep)
+    return self_start.run_measurement(["-m", "benchmarks", name, *arguments], options, name, part, keep)
 
 
 def timed(

@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> None:
     Args:
         arguments: Optional "-m", the script or module, and its arguments.
     """
-    early.answer(arguments[:1], lambda: f"{__doc__}\n{USAGE}")
+    early.print_help(arguments[:1], lambda: f"{__doc__}\n{USAGE}")
     early.read_arguments(lambda: _script(arguments))
     from mpitrain.comm import init
 

@@ -41,7 +41,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler, rendezvous
 
 from mpitrain.backend.base import ArgumentError, Base, NoStore
-from mpitrain.early import explain
+from mpitrain.early import report_errors
 from mpitrain.errors import InputError
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def announce() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
         first = os.environ.get("LOCAL_RANK", "0") == "0"
-        explain(lambda error: (str(error) if first else "") if isinstance(error, InputError) else None)
+        report_errors(lambda error: (str(error) if first else "") if isinstance(error, InputError) else None)
         raise InputError(
             "torchrun (or accelerate launch, which calls it) starts processes that MPI does not know; start the script "
             f"with mpirun or srun instead: mpirun -n N python -m mpitrain.backend {os.path.basename(sys.argv[0])}"

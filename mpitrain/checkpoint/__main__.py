@@ -11,7 +11,7 @@ from pathlib import Path
 from mpitrain.checkpoint import contents, convert, folders
 from mpitrain.checkpoint.manifest import was_finite
 from mpitrain.early import VERSION
-from mpitrain.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, InputError, exit_code_of, tell
+from mpitrain.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, InputError, echo, exit_code_of
 from mpitrain.storage import locks
 from mpitrain.storage.run_folder import CONFIG
 from mpitrain.storage.text import counted
@@ -53,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
             subparser.add_argument(path, type=Path, metavar=shown)
         return subparser
 
-    command("ls", lambda given: tell(*contents.listing(given.path)), "list the checkpoints of a run", path="PATH")
+    command(
+        "ls", lambda arguments: echo(*contents.listing(arguments.path)), "list the checkpoints of a run", path="PATH"
+    )
     show = command("show", _show, "what a checkpoint holds", path="PATH")
     show.add_argument("--tensors", default="*", metavar="PATTERN", help="only these names, as 'model/*weight' [*]")
     verify = command("verify", _verify, "hash everything again; exit code 1 and the damaged places if any")
@@ -81,38 +83,38 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    tell(*contents.description(contents.only(arguments.path), arguments.tensors))
+    echo(*contents.description(contents.resolve(arguments.path), arguments.tensors))
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     bad = 0
     for folder in folders.require(arguments.path):
-        problems = list(contents.damages(folder))
-        tell(f"{folder}: {counted(len(problems), 'damaged place') if problems else 'all right'}")
+        problems = list(contents.damaged_places(folder))
+        echo(f"{folder}: {counted(len(problems), 'damaged place') if problems else 'all right'}")
         for problem in problems:
-            tell(f"  {problem}")
+            echo(f"  {problem}")
         bad += bool(problems)
     return EXIT_FAILED if bad else EXIT_DONE
 
 
 def _diff(arguments: argparse.Namespace) -> int:
     count = 0
-    for line in contents.differences(contents.only(arguments.a), contents.only(arguments.b)):
-        tell(line)
+    for line in contents.differences(contents.resolve(arguments.a), contents.resolve(arguments.b)):
+        echo(line)
         count += 1
     print(f"{counted(count, 'tensor')} not the same" if count else "bitwise the same")
     return EXIT_FAILED if count else EXIT_DONE
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    folder = contents.only(arguments.path)
+    folder = contents.resolve(arguments.path)
     if arguments.format == "hf":
         from mpitrain.trainer.weights import export_folder
 
         count = export_folder(folder, arguments.out, arguments.shard_size)
     else:
         count = convert.export(folder, arguments.out)
-    tell(f"{arguments.out}: {count} tensors of {folder}")
+    echo(f"{arguments.out}: {count} tensors of {folder}")
 
 
 def _import(arguments: argparse.Namespace) -> None:
@@ -124,7 +126,7 @@ def _import(arguments: argparse.Namespace) -> None:
         folder = take(arguments.file, arguments.run, arguments.settings)
     settings = arguments.run / CONFIG
     how = f"python -m mpitrain.train {settings}" if settings.exists() else f"--run.dir {arguments.run}"
-    tell(f"{folder}; train on from it with {how}")
+    echo(f"{folder}; train on from it with {how}")
 
 
 def _prune(arguments: argparse.Namespace) -> None:
@@ -143,7 +145,7 @@ def _prune(arguments: argparse.Namespace) -> None:
         unusable: set[int] = set()
         steps = folders.finished_steps(root)
         for step in steps:
-            if any(contents.damages(root / folders.folder_name(step))):
+            if any(contents.damaged_places(root / folders.folder_name(step))):
                 unusable.add(step)
                 continue
             verified.append(step)
@@ -151,13 +153,13 @@ def _prune(arguments: argparse.Namespace) -> None:
                 break
         if not verified:
             raise CheckpointError(f"none of the {len(steps)} checkpoints in {root} verifies; nothing is removed")
-        for step in folders.doomed(steps, arguments.keep, verified, unusable, finite, folders.best_step(root)):
+        for step in folders.steps_to_remove(steps, arguments.keep, verified, unusable, finite, folders.best_step(root)):
             name = folders.folder_name(step)
             if folders.is_checkpoint(root / name):
                 folders.discard(root / name)
-                tell(f"removed {name}")
+                echo(f"removed {name}")
             else:
-                tell(f"left {name}, which is no checkpoint")
+                echo(f"left {name}, which is no checkpoint")
     print(f"{len(folders.finished_steps(root))} left; {folders.folder_name(verified[0])} verifies")
 
 

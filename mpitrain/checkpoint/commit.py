@@ -47,13 +47,13 @@ class Target:
     Attributes:
         final: Final folder, on this rank's file system.
         leader: True if this rank creates the folder, writes the manifest and renames the folder.
-        alone: True if a single leader exists and the folder holds all files; false if each node has a leader and a
-            folder with the files of that node.
+        single_leader: True if a single leader exists and the folder holds all files; false if each node has a leader,
+            and a folder with the files of that node.
     """
 
     final: Path
     leader: bool
-    alone: bool
+    single_leader: bool
 
 
 def attempt(
@@ -136,7 +136,7 @@ class FileLayout:
         self.owner = self.group is None or self.group.rank == 0
         self._places: list[PlannedPiece] = []
         self._structure: Structure | None = None
-        self._shown: tuple[object, bytes] | None = None
+        self._last_view: tuple[object, bytes] | None = None
         # The first message creates MPI's shared memory. If a rank dies during that, MPI leaves a file in /dev/shm.
         # So create it here rather than in a background save, which runs beside training, in which ranks may die.
         for communicator in (comm, self.group):
@@ -189,7 +189,7 @@ class FileLayout:
             tied: Other names of tied parameters, with the names they are saved under.
         """
         key = ([(e.piece, e.file) for e in extents], tensors, tied)
-        if self._shown is None or self._shown[0] != key:
+        if self._last_view is None or self._last_view[0] != key:
             of_tensor = grouped(extents, lambda extent: extent.piece.name)
             for name, spec in tensors.items():
                 numel, count = spec.numel, covered(extent.piece for extent in of_tensor[name])
@@ -197,8 +197,8 @@ class FileLayout:
                     raise CheckpointError(
                         f"the ranks hold {count} of the {numel} elements of {name}; together they must hold them all"
                     )
-            self._shown = key, image_bytes(make_view(tensors, extents, tied))
-        return self._shown[1]
+            self._last_view = key, image_bytes(make_view(tensors, extents, tied))
+        return self._last_view[1]
 
 
 def write_checkpoint(
@@ -229,7 +229,7 @@ def write_checkpoint(
     comm = layout.comm
     temporary = _begin(comm, target)
 
-    def write_own() -> list[Any]:
+    def write_file() -> list[Any]:
         path = temporary / layout.file
         offsets, size, rest = layout.begin(path, parts)
         extents = [encode_extent(extent) for extent in write_parts(path, parts, offsets)]
@@ -237,9 +237,9 @@ def write_checkpoint(
         return [layout.file if layout.owner else "", size, rest, tensors, extents]
 
     try:
-        report = attempt(comm, write_own, target.final, saving=True)
-        entries = comm.gather_objects(report) if target.alone else comm.all_gather_object(report)
-        if not target.alone:
+        report = attempt(comm, write_file, target.final, saving=True)
+        entries = comm.gather_objects(report) if target.single_leader else comm.all_gather_object(report)
+        if not target.single_leader:
             values = comm.broadcast_object(values)
         sizes = {name: size for name, size, *_ in entries if name}
         parity: Sequence[ParitySet] = ()
@@ -250,7 +250,7 @@ def write_checkpoint(
         def commit() -> None:
             tensors = {name: TensorSpec(name, tuple(shape), kind) for *_, of, _ in entries for name, shape, kind in of}
             extents = tuple(decode_extent(e) for *_, of in entries for e in of)
-            view = layout.view(tensors, extents, values.get("tied", {})) if target.alone else None
+            view = layout.view(tensors, extents, values.get("tied", {})) if target.single_leader else None
             rest = {name: of for name, _, of, *_ in entries if name}
             manifest = Manifest(step, tensors, sizes, extents, values, rest, parity=tuple(parity))
             finish_folder(temporary, target.final, manifest, view)
@@ -266,7 +266,7 @@ def write_checkpoint(
 def _begin(comm: Communicator, target: Target) -> Path:
     """Create the folder under a temporary name, and return its path. Collective."""
     name, why = temporary_name(target.final.name), ""
-    if not target.alone:
+    if not target.single_leader:
         temporary = target.final.parent / comm.broadcast_object(name)
         attempt(comm, partial(begin_folder, temporary) if target.leader else None, target.final, saving=True)
         return temporary

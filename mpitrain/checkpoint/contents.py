@@ -37,7 +37,7 @@ from mpitrain.storage.disk import opened
 from mpitrain.storage.text import bytes_text, counted
 
 
-def only(path: Path) -> Path:
+def resolve(path: Path) -> Path:
     """Return the checkpoint that a path refers to: the path itself, or the newest whole checkpoint of a run folder."""
     listed = folders.require(path)
     return next((folder for folder in listed if state(folder) == "whole"), listed[0])
@@ -86,7 +86,7 @@ def read_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
         raise folders.unreadable(folder, error) from None
 
 
-def whole(folder: Path) -> Manifest:
+def complete_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint. Raises CheckpointError unless all its files have their full sizes."""
     manifest = read_manifest(folder)
     require_files(folder, manifest.files.items())
@@ -152,7 +152,7 @@ def differences(a: Path, b: Path) -> Iterator[str]:
         a: Folder of the first checkpoint.
         b: Folder of the second checkpoint.
     """
-    first, second = whole(a), whole(b)
+    first, second = complete_manifest(a), complete_manifest(b)
     for name in sorted(first.tensors.keys() | second.tensors.keys()):
         if name not in second.tensors or name not in first.tensors:
             yield f"{name}: only in {a if name in first.tensors else b}"
@@ -180,7 +180,7 @@ def _kind(spec: TensorSpec) -> str:
     return f"{spec.dtype} {list(spec.shape)}"
 
 
-def damages(folder: Path) -> Iterator[str]:
+def damaged_places(folder: Path) -> Iterator[str]:
     """Verify all hashes of a checkpoint.
 
     Yields:
@@ -200,7 +200,7 @@ def damages(folder: Path) -> Iterator[str]:
             complete = False
             continue
         try:
-            yield from _file_damages(folder, manifest, name, size, by_file.get(name, []))
+            yield from _damaged_places_in_file(folder, manifest, name, size, by_file.get(name, []))
         except OSError as error:
             yield f"{folder / name} cannot be read: {error.strerror or error}"
     for name, spec in manifest.tensors.items() if complete else ():  # only then do the pieces have their full sizes
@@ -209,7 +209,7 @@ def damages(folder: Path) -> Iterator[str]:
             yield f"{folder} holds {count} of the {spec.numel} elements of {name}"
 
 
-def has_whole_tensors(folder: Path, manifest: Manifest, name: str) -> bool:
+def has_intact_tensors(folder: Path, manifest: Manifest, name: str) -> bool:
     """Return whether the bytes of all tensors in a file match their hashes; the HDF5 structure is not checked.
 
     Args:
@@ -226,7 +226,9 @@ def has_whole_tensors(folder: Path, manifest: Manifest, name: str) -> bool:
         return False
 
 
-def _file_damages(folder: Path, manifest: Manifest, name: str, size: int, extents: list[Extent]) -> Iterator[str]:
+def _damaged_places_in_file(
+    folder: Path, manifest: Manifest, name: str, size: int, extents: list[Extent]
+) -> Iterator[str]:
     scratch = memoryview(bytearray(HASHED))
     with opened(folder / name) as descriptor:
         stretches = []

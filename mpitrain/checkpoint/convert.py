@@ -24,7 +24,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.commit import finish_folder
-from mpitrain.checkpoint.contents import load_tensor, whole
+from mpitrain.checkpoint.contents import complete_manifest, load_tensor
 from mpitrain.checkpoint.files import Part, bytes_of, make_structure, make_view, write_parts
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, Shape, Size, TensorSpec, Values
 from mpitrain.errors import InputError, first_problem, refusing
@@ -54,7 +54,7 @@ def export(folder: Path, out: Path) -> int:
         CheckpointError: The checkpoint is not whole.
     """
     require_new(out)
-    manifest = whole(folder)
+    manifest = complete_manifest(folder)
     sources = {name.removeprefix(MODEL): name for name in manifest.tensors if name.startswith(MODEL)}
     if not sources:
         raise InputError(f"{folder} holds no model")
@@ -92,10 +92,12 @@ def import_weights(
     with os_errors(file), open_plain(file) as opened:
         size, tensors = os.fstat(opened.fileno()).st_size, read_tensors(file)
     check(tensors)
-    return make_first(root, file, tensors, size, {})
+    return make_first_checkpoint(root, file, tensors, size, {})
 
 
-def make_first(root: Path, origin: Path, tensors: Mapping[str, torch.Tensor], size: int, values: Values) -> Path:
+def make_first_checkpoint(
+    root: Path, origin: Path, tensors: Mapping[str, torch.Tensor], size: int, values: Values
+) -> Path:
     """Create the checkpoint of step 0 that a run starts from.
 
     Args:
@@ -142,7 +144,7 @@ def _parts(file: Path, tensors: Mapping[str, torch.Tensor], size: int) -> tuple[
             kind = f"{tensor.layout} {tensor.dtype} on {tensor.device}".replace("torch.", "")
             raise InputError(f"{file}: {name} is {kind}, which a checkpoint cannot hold")
         spec = TensorSpec(MODEL + name, tuple(tensor.shape), dtype)
-        if problem := _unusable(name, spec):
+        if problem := _storage_problem(name, spec):
             raise InputError(f"{file}: the tensor {name!r:.100} {problem}; give it another form")
         where = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), dtype)
         if tensor.numel() and where in places:
@@ -160,7 +162,7 @@ def _parts(file: Path, tensors: Mapping[str, torch.Tensor], size: int) -> tuple[
     return parts, tied
 
 
-def _unusable(name: str, spec: TensorSpec) -> str:
+def _storage_problem(name: str, spec: TensorSpec) -> str:
     """Return why HDF5 cannot store a tensor, or its name as a path in the file; empty if it can."""
     if not name.isprintable() or len(name) > _LONGEST_NAME or {"", ".", ".."} & set(name.split("/")):
         return "has no name that a tensor can have"
@@ -271,7 +273,7 @@ def save_torch(state: Mapping[str, torch.Tensor], path: Path) -> None:
     """
     failed: list[OSError] = []
 
-    class Told(io.BufferedWriter):
+    class RecordingWriter(io.BufferedWriter):
         def write(self, data: Any) -> int:
             try:
                 return super().write(data)
@@ -280,7 +282,7 @@ def save_torch(state: Mapping[str, torch.Tensor], path: Path) -> None:
                 raise
 
     try:
-        with Told(io.FileIO(path, "x")) as file:
+        with RecordingWriter(io.FileIO(path, "x")) as file:
             torch.save(dict(state), file)
     except Exception:
         if failed:
@@ -289,8 +291,8 @@ def save_torch(state: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def _read_torch(file: Path) -> dict[str, torch.Tensor]:
-    mend = "save a state dictionary with torch.save"
-    with refusing(f"{file} is no file of plain tensors that torch.load reads", mend), warnings.catch_warnings():
+    fix = "save a state dictionary with torch.save"
+    with refusing(f"{file} is no file of plain tensors that torch.load reads", fix), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if zipfile.is_zipfile(file) and any(of.compress_type for of in zipfile.ZipFile(file).infolist()):
             raise ValueError("it is compressed, which torch.save never does")  # torch would map the compressed bytes

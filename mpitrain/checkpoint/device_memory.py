@@ -37,7 +37,7 @@ def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, mem
         (tensor number, first byte of the piece in the tensor, bytes). The bytes are valid until the next piece is
         requested.
     """
-    loads = _loads([t.nbytes for t in tensors])
+    loads = _pack([t.nbytes for t in tensors])
     raws = [t.detach().view(torch.uint8) for t in tensors]
     device = raws[0].device
     stream = devices.new_stream(device)
@@ -62,7 +62,7 @@ def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, mem
         free.append(buffer)
 
 
-def _loads(sizes: Sequence[int]) -> list[list[_Stretch]]:
+def _pack(sizes: Sequence[int]) -> list[list[_Stretch]]:
     """Divide tensors of these sizes in bytes into stretches, and pack the stretches into buffers."""
     loads: list[list[_Stretch]] = []
     end = _BUFFER
@@ -79,7 +79,7 @@ def _loads(sizes: Sequence[int]) -> list[list[_Stretch]]:
     return loads
 
 
-class Arrivals:
+class CopyStream:
     """Stream on which data is copied to a device, after all work launched on the current stream so far."""
 
     def __init__(self, device: torch.device) -> None:
@@ -92,11 +92,11 @@ class DeviceBytes:
 
     Args:
         tensor: Tensor to fill.
-        arrivals: Stream on which the bytes are copied.
+        stream: Stream on which the bytes are copied.
     """
 
-    def __init__(self, tensor: torch.Tensor, arrivals: Arrivals) -> None:
-        self.arrivals, self._bytes = arrivals, tensor.detach().view(torch.uint8)
+    def __init__(self, tensor: torch.Tensor, stream: CopyStream) -> None:
+        self.stream, self._bytes = stream, tensor.detach().view(torch.uint8)
 
     def put(self, block: np.ndarray, firsts: np.ndarray, places: np.ndarray, lengths: np.ndarray) -> None:
         """Start copying stretches of a block to their places in the tensor.
@@ -112,30 +112,30 @@ class DeviceBytes:
         """
         begin, end = int(firsts.min()), int((firsts + lengths).max())
         source = torch.from_numpy(block[begin:end])
-        with devices.on_stream(self.arrivals.stream):  # several threads use this stream
+        with devices.on_stream(self.stream.stream):  # several threads use this stream
             if len(firsts) == 1:
                 self._bytes.narrow(0, int(places[0]), int(lengths[0])).copy_(source, non_blocking=True)
                 return
-            there = source.to(self.arrivals.device, non_blocking=True)
+            there = source.to(self.stream.device, non_blocking=True)
             for rows in evenly(firsts - begin, places, lengths):
                 first, place, height, width, from_step, to_step = rows
                 into = self._bytes.as_strided((height, width), (to_step, 1), place)
                 into.copy_(there.as_strided((height, width), (from_step, 1), first))
 
 
-def read_buffers(nbytes: int, arrivals: Arrivals) -> Iterator[np.ndarray]:
+def read_buffers(nbytes: int, stream: CopyStream) -> Iterator[np.ndarray]:
     """Yield two pinned buffers alternately, for a thread that reads blocks for a device.
 
     Before requesting the next buffer, the caller must have started all copies from the last one.
 
     Args:
         nbytes: Size of a buffer in bytes.
-        arrivals: Stream on which the caller copies to the device.
+        stream: Stream on which the caller copies to the device.
     """
-    memory = [devices.pinned((nbytes,), torch.uint8, arrivals.device).numpy() for _ in range(2)]
+    memory = [devices.pinned((nbytes,), torch.uint8, stream.device).numpy() for _ in range(2)]
     left: deque[torch.Event] = deque()  # events after the copies from each buffer, the older one first
     for buffer in cycle(memory):
         if len(left) == len(memory):
             left.popleft().synchronize()
         yield buffer
-        left.append(devices.recorded(arrivals.device, arrivals.stream))
+        left.append(devices.recorded(stream.device, stream.stream))

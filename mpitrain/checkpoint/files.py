@@ -161,7 +161,7 @@ def write_parts(path: Path, parts: Sequence[Part], offsets: Sequence[int]) -> li
     there = [number for number, part in enumerate(parts) if not part.data.is_cpu]
     hashers = [ExtentHasher(HASHED) for _ in parts]
     with ThreadPoolExecutor(1, "mpitrain-hash") as pool, opened(path, os.O_WRONLY) as descriptor:
-        file = _Writing(descriptor, min(offsets, default=0))
+        file = _FileWriter(descriptor, min(offsets, default=0))
         if there:
             from mpitrain.checkpoint.device_memory import host_pieces
 
@@ -184,7 +184,7 @@ def write_parts(path: Path, parts: Sequence[Part], offsets: Sequence[int]) -> li
     ]
 
 
-class _Writing:
+class _FileWriter:
     """File that is being written. begun: first byte whose writeback has not been started."""
 
     def __init__(self, descriptor: int, begun: int) -> None:
@@ -300,15 +300,17 @@ def rectangles(piece: Piece, shape: Sequence[int]) -> Iterator[tuple[tuple[int, 
     ranges = piece.box.ranges(shape)
     if ranges is None:  # the box belongs to a view with other dimensions
         for start, length, place in zip(*(a.tolist() for a in piece.runs()), strict=True):
-            for first, size, more in _cut(start, start + length, shape):
+            for first, size, more in _rectangles_of_range(start, start + length, shape):
                 yield first, size, place + more
         return
     begin = [start for start, _ in ranges]
-    for first, size, place in _cut(piece.lo, piece.hi, [stop - start for start, stop in ranges]):
+    for first, size, place in _rectangles_of_range(piece.lo, piece.hi, [stop - start for start, stop in ranges]):
         yield tuple(map(add, begin, first)), size, place
 
 
-def _cut(lo: int, hi: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+def _rectangles_of_range(
+    lo: int, hi: int, shape: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
     """Yield elements [lo, hi) of a row-major tensor as rectangles in order: (first index, extent, offset from lo)."""
     if lo >= hi:
         return
@@ -325,6 +327,6 @@ def _cut(lo: int, hi: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ..
             at += rows * row
             continue
         end = min(hi, (number + 1) * row)
-        for first, size, place in _cut(inside, inside + end - at, shape[1:]):
+        for first, size, place in _rectangles_of_range(inside, inside + end - at, shape[1:]):
             yield (number, *first), (1, *size), at - lo + place
         at = end

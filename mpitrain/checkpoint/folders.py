@@ -139,7 +139,7 @@ def _is_pointer(path: Path) -> bool:
         return False
 
 
-def are_remains(folder: Path) -> bool:
+def lacks_manifest(folder: Path) -> bool:
     """Return whether a folder has tensor files of a checkpoint but no manifest written by mpitrain."""
     files = () if folder.is_symlink() or is_checkpoint(folder) else folder.glob("*.h5")
     return any(_TENSORS.fullmatch(path.name) and _beginning(path) == SIGNATURE for path in files)
@@ -235,13 +235,13 @@ def remove(*hidden: Path) -> None:
                 os.rename(folder, disk.free_name(folder.with_name(folder.name.partition(".tmp-")[0])))
 
 
-def doomed(
+def steps_to_remove(
     steps: Sequence[int],
     keep: int,
     verified: Collection[int],
     unusable: Collection[int],
     finite: Callable[[int], bool] = lambda step: True,
-    spared: int | None = None,
+    best: int | None = None,
 ) -> list[int]:
     """Return the steps of the checkpoints to remove.
 
@@ -255,27 +255,27 @@ def doomed(
         verified: Steps of checkpoints known to be whole.
         unusable: Steps of checkpoints known to be damaged.
         finite: Predicate that is true if the checkpoint of a step was saved while training was learning.
-        spared: Step of a further checkpoint to keep, or None.
+        best: Step of a further checkpoint to keep, or None.
     """
     usable = [step for step in steps if step not in unusable]
     whole = [step for step in usable if step in verified]
     staying = {*usable[:keep], *whole[:1]}
     staying.update(*(islice(filter(finite, some), 1) for some in (usable, whole)))
     oldest = min(staying, default=0)  # if nothing stays, no checkpoint is usable, and none is removed
-    staying.add(spared if spared is not None else oldest)
+    staying.add(best if best is not None else oldest)
     return [step for step in steps if step not in staying and (step not in unusable or step < oldest)]
 
 
-def more_room(size: int, saves: int, keep: int, held: Sequence[int]) -> int:
+def additional_bytes(size: int, saves: int, keep: int, existing: Sequence[int]) -> int:
     """Return the largest number of bytes that future saves need in addition to the existing checkpoints.
 
     Args:
         size: Size of a checkpoint in bytes.
         saves: Number of saves.
         keep: Number of checkpoints to keep; the others are removed after each save, not before it.
-        held: Sizes in bytes of the existing checkpoints, newest first.
+        existing: Sizes in bytes of the existing checkpoints, newest first.
     """
-    there, more, most = list(held), 0, 0
+    there, more, most = list(existing), 0, 0
     for _ in range(min(saves, keep + 1)):
         more += size
         most = max(most, more)
@@ -285,7 +285,7 @@ def more_room(size: int, saves: int, keep: int, held: Sequence[int]) -> int:
     return most
 
 
-def require_room(root: Path, what: str, size: int, saves: int, keep: int, mend: str) -> None:
+def require_room(root: Path, what: str, size: int, saves: int, keep: int, fix: str) -> None:
     """Raise InputError if future saves do not fit on the disk.
 
     Args:
@@ -294,21 +294,21 @@ def require_room(root: Path, what: str, size: int, saves: int, keep: int, mend: 
         size: Size of a checkpoint in bytes.
         saves: Number of saves.
         keep: Number of checkpoints to keep.
-        mend: Advice for the message.
+        fix: Advice for the message.
     """
     with disk.reporting(f"{what} {root} cannot be used", "choose another folder"):
         saved_folders = [root / folder_name(step) for step in finished_steps(root)]
         sizes = [
             sum(path.stat().st_size for path in folder.iterdir()) for folder in saved_folders if is_checkpoint(folder)
         ]
-        more_bytes = more_room(size, saves, keep, sizes)
+        more_bytes = additional_bytes(size, saves, keep, sizes)
         shortage = disk.lack_of_room(root, more_bytes)
     if shortage:
         number, each = min(saves, keep + 1), bytes_text(size)
         many = f"{number} checkpoints of {each} at a time" if number > 1 else f"a checkpoint of {each}"
         raise InputError(
             f"{what} {root} is to hold {many}, for which {bytes_text(more_bytes)} more are needed, "
-            f"but {shortage}; {mend}"
+            f"but {shortage}; {fix}"
         )
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from mpitrain.checkpoint import folders, parity
 from mpitrain.checkpoint.commit import FileLayout, Target, attempt, write_checkpoint
-from mpitrain.checkpoint.contents import has_whole_tensors
+from mpitrain.checkpoint.contents import has_intact_tensors
 from mpitrain.checkpoint.files import Part
 from mpitrain.checkpoint.manifest import (
     MANIFEST,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from mpitrain.comm import Communicator
 
 IDENTITY = "identity"
-_BROUGHT = ".tmp-brought"
+_FETCHED = ".tmp-brought"
 
 
 class LocalFolders:
@@ -68,12 +68,12 @@ class LocalFolders:
         """Return the folder of a step's checkpoint."""
         return self.root / folders.folder_name(step)
 
-    def _leads(self, comm: Communicator) -> bool:
+    def _is_leader(self, comm: Communicator) -> bool:
         return self._leaders[self._nodes[comm.rank]] == comm.rank
 
     def _on_leaders(self, comm: Communicator, act: Callable[[], object], folder: Path | None = None) -> None:
         """Run a function on the first rank of each node; errors are raised on all ranks, see `attempt`. Collective."""
-        attempt(comm, act if self._leads(comm) else None, folder)
+        attempt(comm, act if self._is_leader(comm) else None, folder)
 
     def prepare(self, comm: Communicator, shared: Path) -> None:
         """Create the folders and remove leftovers. Collective.
@@ -107,7 +107,7 @@ class LocalFolders:
             self._on_leaders(comm, probe_file.touch)
             self._on_leaders(comm, check_others)
         finally:
-            if self._leads(comm):
+            if self._is_leader(comm):
                 probe_file.unlink(missing_ok=True)
 
     def require_room(self, comm: Communicator, of_ranks: Sequence[int], saves: int) -> None:
@@ -125,8 +125,8 @@ class LocalFolders:
             size += of_nodes[number - 1]
         elif nodes > 1 and self._redundancy == "xor":
             size += size // (nodes - 1)
-        mend = "make room on that node, or give another folder"
-        self._on_leaders(comm, partial(folders.require_room, self.root, "checkpoint.local", size, saves, 1, mend))
+        fix = "make room on that node, or give another folder"
+        self._on_leaders(comm, partial(folders.require_room, self.root, "checkpoint.local", size, saves, 1, fix))
 
     # -- saving
 
@@ -139,11 +139,11 @@ class LocalFolders:
             parts: Parts that this rank writes.
             values: Values that the manifest stores beside the tensors.
         """
-        target = Target(self.folder(step), self._leads(layout.comm), alone=False)
-        write_checkpoint(layout, target, step, parts, values, partial(self._protect, layout.comm))
-        self.forget(layout.comm, step - 1, finite=not values.get(NON_FINITE_SINCE))
+        target = Target(self.folder(step), self._is_leader(layout.comm), single_leader=False)
+        write_checkpoint(layout, target, step, parts, values, partial(self._add_redundancy, layout.comm))
+        self.remove_up_to(layout.comm, step - 1, finite=not values.get(NON_FINITE_SINCE))
 
-    def _protect(
+    def _add_redundancy(
         self, comm: Communicator, folder: Path, owners: dict[str, int], sizes: dict[str, int]
     ) -> Sequence[parity.ParitySet]:
         if self._redundancy == "partner":
@@ -158,7 +158,7 @@ class LocalFolders:
                     sync(folder / name)
         return [one for one, _ in sets]
 
-    def forget(self, comm: Communicator, step: int, *, finite: bool = True) -> None:
+    def remove_up_to(self, comm: Communicator, step: int, *, finite: bool = True) -> None:
         """Remove the checkpoints up to a step. Collective.
 
         Args:
@@ -169,9 +169,9 @@ class LocalFolders:
         """
 
         def remove() -> None:
-            spared = None if finite else folders.newest_finite(self.root)
+            newest_finite = None if finite else folders.newest_finite(self.root)
             for old in folders.finished_steps(self.root):
-                if old <= step and old != spared:
+                if old <= step and old != newest_finite:
                     folders.discard(self.folder(old))
             with suppress(OSError):  # a run that ended well leaves no folder on the nodes
                 self.root.rmdir()
@@ -182,7 +182,7 @@ class LocalFolders:
 
     def steps(self, comm: Communicator) -> list[int]:
         """Return the steps for which any node has a checkpoint folder, newest first. Collective."""
-        mine = folders.finished_steps(self.root) if self._leads(comm) else []
+        mine = folders.finished_steps(self.root) if self._is_leader(comm) else []
         return sorted({step for steps in comm.all_gather_object(mine) for step in steps}, reverse=True)
 
     def manifest(self, comm: Communicator, folder: Path) -> Manifest:
@@ -196,7 +196,7 @@ class LocalFolders:
             CheckpointError: No node has a readable manifest.
         """
         mine: tuple[int, bytes] | None = None  # CRC-32 and bytes of this node's manifest, if it is whole
-        if self._leads(comm):
+        if self._is_leader(comm):
             with suppress(CheckpointError, OSError):
                 read_manifest(folder)
                 data = (folder / MANIFEST).read_bytes()
@@ -219,8 +219,8 @@ class LocalFolders:
         self._on_leaders(comm, keep)
         return decode(text.encode())
 
-    def bring(
-        self, comm: Communicator, folder: Path, manifest: Manifest, needed: Collection[str], *, suspect: bool = False
+    def fetch_files(
+        self, comm: Communicator, folder: Path, manifest: Manifest, needed: Collection[str], *, verify: bool = False
     ) -> list[str]:
         """Copy or rebuild the files that this node's ranks need, so that they are in this node's folder. Collective.
 
@@ -229,7 +229,7 @@ class LocalFolders:
             folder: Folder of the checkpoint on this rank's node.
             manifest: Contents of the checkpoint.
             needed: Names of the files that this rank needs.
-            suspect: If true, hash the tensors in every file, and treat a file with damaged bytes as lost.
+            verify: If true, hash the tensors in every file, and treat a file with damaged bytes as lost.
 
         Returns:
             Names of the files with damaged bytes, on any node.
@@ -237,11 +237,11 @@ class LocalFolders:
         Raises:
             CheckpointError: No node has a file, and it cannot be rebuilt.
         """
-        self._on_leaders(comm, partial(_clear, folder), folder)
+        self._on_leaders(comm, partial(_remove_temporary_files, folder), folder)
         sizes = manifest.files | {p: one.chunk for one in manifest.parity for p in one.parities}
-        leads = self._leads(comm)
-        mine = [name for name, size in sizes.items() if leads and not missing_file(folder, [(name, size)])]
-        damaged = [n for n in mine if suspect and n in manifest.files and not has_whole_tensors(folder, manifest, n)]
+        is_leader = self._is_leader(comm)
+        mine = [name for name, size in sizes.items() if is_leader and not missing_file(folder, [(name, size)])]
+        damaged = [n for n in mine if verify and n in manifest.files and not has_intact_tensors(folder, manifest, n)]
         intact_files = comm.all_gather_object([name for name in mine if name not in damaged])
         found_damaged = sorted({name for names in comm.all_gather_object(damaged) for name in names})
         targets: dict[int, set[str]] = {node: set() for node in self._leaders}
@@ -256,21 +256,21 @@ class LocalFolders:
         work = [_rebuild(folder, manifest, n, n in found_damaged, where, built[n]) for n in missing]
         attempt(comm, lambda: exchange(comm, chain.from_iterable(work)), folder)
         built_here = [name for name, rank in built.items() if rank == comm.rank]
-        attempt(comm, partial(_arrive, folder, manifest, built_here, suspect), folder)
+        attempt(comm, partial(_install_rebuilt_files, folder, manifest, built_here, verify), folder)
         where |= built
-        moves = []
+        copies = []
         for node, leader in self._leaders.items():
             lacking = sorted(n for n in targets[node] if n not in intact_files[leader] and built.get(n) != leader)
-            moves += [parity.Move(name, manifest.files[name], where[name], leader) for name in lacking]
-        brought = folder / _BROUGHT
-        self._on_leaders(comm, partial(brought.mkdir, exist_ok=True), folder)
-        attempt(comm, lambda: exchange(comm, parity.copy_rounds(moves, folder, brought)), folder)
-        arrived = [m.file for m in moves if m.dest == comm.rank]
+            copies += [parity.FileCopy(name, manifest.files[name], where[name], leader) for name in lacking]
+        fetched = folder / _FETCHED
+        self._on_leaders(comm, partial(fetched.mkdir, exist_ok=True), folder)
+        attempt(comm, lambda: exchange(comm, parity.copy_rounds(copies, folder, fetched)), folder)
+        arrived = [m.file for m in copies if m.dest == comm.rank]
 
         def settle() -> None:
             for name in arrived:
-                os.replace(brought / name, folder / name)
-            remove_folder(brought)
+                os.replace(fetched / name, folder / name)
+            remove_folder(fetched)
 
         self._on_leaders(comm, settle, folder)
         return found_damaged
@@ -299,25 +299,25 @@ def _rebuild(
     absent = [other for other in needed_files if other not in where]
     if absent:
         raise CheckpointError(f"{problem}, and cannot be rebuilt without {absent[0]}", agreed=True)
-    target = folder / f"{name}{_BROUGHT}"
+    target = folder / f"{name}{_FETCHED}"
     return parity.rebuild_rounds(one, lost, manifest.files, where.__getitem__, builder, folder, target)
 
 
-def _clear(folder: Path) -> None:
+def _remove_temporary_files(folder: Path) -> None:
     """Remove temporary files that an interrupted restart has left."""
-    for path in folder.glob(f"*{_BROUGHT}"):
+    for path in folder.glob(f"*{_FETCHED}"):
         if path.is_dir():
             remove_folder(path)
         else:
             path.unlink()
 
 
-def _arrive(folder: Path, manifest: Manifest, names: Sequence[str], suspect: bool) -> None:
+def _install_rebuilt_files(folder: Path, manifest: Manifest, names: Sequence[str], verify: bool) -> None:
     for name in names:
-        rebuilt = folder / f"{name}{_BROUGHT}"
+        rebuilt = folder / f"{name}{_FETCHED}"
         sync(rebuilt)
         os.replace(rebuilt, folder / name)
-        if suspect and not has_whole_tensors(folder, manifest, name):
+        if verify and not has_intact_tensors(folder, manifest, name):
             raise CheckpointError(f"{folder / name} cannot be rebuilt: a parity it follows from is damaged too")
 
 

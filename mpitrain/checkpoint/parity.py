@@ -47,7 +47,7 @@ GROUP = 8  # approximate number of nodes of a parity set
 
 
 @dataclass(frozen=True)
-class Move:
+class FileCopy:
     """Copy of a file from one rank's folder to another's.
 
     Attributes:
@@ -63,7 +63,7 @@ class Move:
     dest: int
 
 
-def partner_copies(owners: Mapping[str, int], sizes: Mapping[str, int], nodes: Sequence[int]) -> list[Move]:
+def partner_copies(owners: Mapping[str, int], sizes: Mapping[str, int], nodes: Sequence[int]) -> list[FileCopy]:
     """Return the messages that copy every file to the next node.
 
     Args:
@@ -78,12 +78,12 @@ def partner_copies(owners: Mapping[str, int], sizes: Mapping[str, int], nodes: S
     numbers = sorted(ranks)
     if len(numbers) < 2:
         return []
-    moves = []
+    copies = []
     for file, owner in owners.items():
         here = nodes[owner]
         there = ranks[numbers[(numbers.index(here) + 1) % len(numbers)]]
-        moves.append(Move(file, sizes[file], owner, there[ranks[here].index(owner) % len(there)]))
-    return moves
+        copies.append(FileCopy(file, sizes[file], owner, there[ranks[here].index(owner) % len(there)]))
+    return copies
 
 
 def ranks_of(nodes: Sequence[int]) -> dict[int, list[int]]:
@@ -140,15 +140,15 @@ def segment(member: int, holder: int) -> int:
     return holder if holder < member else holder - 1
 
 
-def copy_rounds(moves: Sequence[Move], source: Path, dest: Path) -> Iterator[list[FileTransfer]]:
+def copy_rounds(copies: Sequence[FileCopy], source: Path, dest: Path) -> Iterator[list[FileTransfer]]:
     """Yield the rounds of messages that copy files.
 
     Args:
-        moves: Copies to make.
+        copies: Copies to make.
         source: Folder from which a rank reads its files.
         dest: Folder to which a rank writes the copies.
     """
-    for first in range(0, max((m.size for m in moves), default=0), WINDOW):
+    for first in range(0, max((m.size for m in copies), default=0), WINDOW):
         yield [
             FileTransfer(
                 m.source,
@@ -157,7 +157,7 @@ def copy_rounds(moves: Sequence[Move], source: Path, dest: Path) -> Iterator[lis
                 partial(_read, source / m.file, first),
                 partial(_write, dest / m.file, first, m.size),
             )
-            for m in moves
+            for m in copies
             if m.size > first
         ]
 
@@ -182,7 +182,7 @@ def parity_rounds(
                     ranks[holder],
                     window,
                     partial(_read_segment, folder, one, sizes, member, holder, first),
-                    partial(_add, folder / one.parities[holder], first, one.chunk),
+                    partial(_xor_into, folder / one.parities[holder], first, one.chunk),
                 )
                 for holder in range(size)
                 for member in range(size)
@@ -217,7 +217,7 @@ def rebuild_rounds(
         begin = segment(lost, holder) * one.chunk
         for first in range(0, min(one.chunk, max(0, total - begin)), WINDOW):
             window = min(WINDOW, one.chunk - first)
-            add = partial(_add, target, begin + first, total)
+            add = partial(_xor_into, target, begin + first, total)
             gets = {one.parities[holder]: partial(_read, folder / one.parities[holder], first)}
             for member, file in enumerate(one.files):
                 if member not in (lost, holder) and file:
@@ -248,7 +248,7 @@ def _write(path: Path, offset: int, size: int, data: memoryview) -> None:
             os.fsync(descriptor)
 
 
-def _add(path: Path, offset: int, size: int, data: memoryview) -> None:
+def _xor_into(path: Path, offset: int, size: int, data: memoryview) -> None:
     """Combine bytes by exclusive or into a file of `size` bytes, zeros at first; bytes beyond the end are dropped."""
     data = data[: max(0, size - offset)]
     with opened(path, os.O_RDWR | os.O_CREAT) as descriptor:

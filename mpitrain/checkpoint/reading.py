@@ -36,7 +36,7 @@ from mpitrain.storage.disk import opened
 from mpitrain.storage.hdf5 import crc32, evenly, read_at
 
 if TYPE_CHECKING:
-    from mpitrain.checkpoint.device_memory import Arrivals, DeviceBytes
+    from mpitrain.checkpoint.device_memory import CopyStream, DeviceBytes
     from mpitrain.comm import Communicator
     from mpitrain.comm.communicator import Alternating
 
@@ -125,19 +125,19 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
         CheckpointError: The checkpoint lacks a tensor or elements of it, or has it in another shape or dtype.
     """
     blocks: dict[tuple[str, int, int], Block] = {}
-    arrivals: Arrivals | None = None  # stream on which all parts on a device are filled
+    stream: CopyStream | None = None  # stream on which all parts on a device are filled
     overlaps: dict[tuple[object, ...], Overlap] = {}  # cached, because many layers of a model have the same overlap
     for part in parts:
         _check_spec(folder, manifest, part.spec)
         item, requested = part.spec.itemsize, part.piece
-        memory, arrivals = _memory_of(part, arrivals)
+        memory, stream = _memory_of(part, stream)
         filled = []
         for extent in distinct(manifest.extents_of.get(part.spec.name, ())):
             saved = extent.piece
             key = (saved.box, saved.lo, saved.hi, requested.box, requested.lo, requested.hi, item)
             if key not in overlaps:
                 sources, targets, lengths = stretches(saved, requested)
-                cut = _by_block(sources * item, targets * item, lengths * item) if len(lengths) else ()
+                cut = _split_at_blocks(sources * item, targets * item, lengths * item) if len(lengths) else ()
                 overlaps[key] = targets, lengths, list(cut)
             targets, lengths, by_block = overlaps[key]
             if not len(lengths):
@@ -157,30 +157,30 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
     return [blocks[key] for key in sorted(blocks)]
 
 
-def _memory_of(part: Part, arrivals: Arrivals | None) -> tuple[np.ndarray | DeviceBytes, Arrivals | None]:
+def _memory_of(part: Part, stream: CopyStream | None) -> tuple[np.ndarray | DeviceBytes, CopyStream | None]:
     """Return the bytes of a part, and the stream for copies to a device, created for the first part on a device."""
     if part.data.is_cpu:
-        return np.frombuffer(bytes_of(part.data), dtype=np.uint8), arrivals
-    from mpitrain.checkpoint.device_memory import Arrivals, DeviceBytes
+        return np.frombuffer(bytes_of(part.data), dtype=np.uint8), stream
+    from mpitrain.checkpoint.device_memory import CopyStream, DeviceBytes
 
-    arrivals = arrivals or Arrivals(part.data.device)
-    return DeviceBytes(part.data, arrivals), arrivals
+    stream = stream or CopyStream(part.data.device)
+    return DeviceBytes(part.data, stream), stream
 
 
-def arrivals_of(blocks: Iterable[Block]) -> Arrivals | None:
+def copy_stream_of(blocks: Iterable[Block]) -> CopyStream | None:
     """Return the stream on which blocks are copied to a device; None if none is."""
     memories = (use.memory for block in blocks for use in block.uses)
-    return next((memory.arrivals for memory in memories if not isinstance(memory, np.ndarray)), None)
+    return next((memory.stream for memory in memories if not isinstance(memory, np.ndarray)), None)
 
 
-def settle(blocks: Iterable[Block]) -> None:
+def wait_for_copies(blocks: Iterable[Block]) -> None:
     """Wait until all data copied from these blocks has arrived on its device."""
-    arrivals = arrivals_of(blocks)
-    if arrivals is not None:
-        arrivals.stream.synchronize()
+    copy_stream = copy_stream_of(blocks)
+    if copy_stream is not None:
+        copy_stream.stream.synchronize()
 
 
-def _by_block(sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> Iterator[BlockStretches]:
+def _split_at_blocks(sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> Iterator[BlockStretches]:
     """Yield stretches of an extent's bytes, cut at the boundaries of its blocks."""
     begin, last = sources // HASHED, (sources + lengths - 1) // HASHED
     counts = last - begin + 1
@@ -224,7 +224,7 @@ def read(folder: Path, blocks: Sequence[Block]) -> None:
         OSError: A file cannot be read.
     """
     scratch = threading.local()
-    arrivals = arrivals_of(blocks)
+    stream = copy_stream_of(blocks)
     with open_files(folder, blocks) as descriptors, ThreadPoolExecutor(THREADS, "mpitrain-read") as pool:
 
         def fill(block: Block) -> None:
@@ -233,7 +233,7 @@ def read(folder: Path, blocks: Sequence[Block]) -> None:
                 read_block(folder, block, descriptor, direct)
                 return
             if not hasattr(scratch, "buffers"):
-                scratch.buffers = _buffers(arrivals)
+                scratch.buffers = _buffers(stream)
             memory = next(scratch.buffers)[: block.size]
             read_block(folder, block, descriptor, memory.data)
             for use in block.uses:
@@ -241,16 +241,16 @@ def read(folder: Path, blocks: Sequence[Block]) -> None:
 
         for _ in pool.map(fill, blocks):  # raises the first error, and cancels the remaining blocks
             pass
-    settle(blocks)
+    wait_for_copies(blocks)
 
 
-def _buffers(arrivals: Arrivals | None) -> Iterator[np.ndarray]:
+def _buffers(stream: CopyStream | None) -> Iterator[np.ndarray]:
     """Yield the memory into which a thread reads each block before copying from it."""
-    if arrivals is None:
+    if stream is None:
         return repeat(np.empty(HASHED, dtype=np.uint8))
     from mpitrain.checkpoint.device_memory import read_buffers
 
-    return read_buffers(HASHED, arrivals)
+    return read_buffers(HASHED, stream)
 
 
 def check(folder: Path, manifest: Manifest, extent: Extent, descriptor: int, scratch: memoryview) -> list[str]:
@@ -338,14 +338,14 @@ def covered(pieces: Iterable[Piece]) -> int:
     return union(np.concatenate([starts for starts, *_ in runs]), np.concatenate([of for _, of, _ in runs]))
 
 
-def _check_spec(folder: Path, manifest: Manifest, wanted: TensorSpec) -> None:
-    saved = manifest.tensors.get(wanted.name)
+def _check_spec(folder: Path, manifest: Manifest, spec: TensorSpec) -> None:
+    saved = manifest.tensors.get(spec.name)
     if saved is None:
-        raise CheckpointError(f"{folder} holds no {wanted.name}; it belongs to another model or optimizer")
-    if (saved.shape, saved.dtype) != (wanted.shape, wanted.dtype):
+        raise CheckpointError(f"{folder} holds no {spec.name}; it belongs to another model or optimizer")
+    if (saved.shape, saved.dtype) != (spec.shape, spec.dtype):
         raise CheckpointError(
-            f"{folder}: {wanted.name} is {saved.dtype} {list(saved.shape)} there and {wanted.dtype} "
-            f"{list(wanted.shape)} here; the model must be the one that was saved"
+            f"{folder}: {spec.name} is {saved.dtype} {list(saved.shape)} there and {spec.dtype} "
+            f"{list(spec.shape)} here; the model must be the one that was saved"
         )
 
 
@@ -379,14 +379,14 @@ def cooperative_read(node: Communicator, folder: Path, manifest: Manifest, block
         return
     shared_blocks = [mine.get(place) or _block_of(manifest, *every[place]) for place in shared]
     error = _read_shared(node, slots, folder, shared_blocks)
-    settle(shared_blocks)
+    wait_for_copies(shared_blocks)
     slots.free()
     if error is not None:
         raise error
     read(folder, [block for place, block in mine.items() if needing[place] == 1])
 
 
-def loads(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
+def pack_into_loads(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Pack blocks in order into loads of at most SLOT bytes; each load lists block numbers and offsets in the slot."""
     packed: list[list[tuple[int, int]]] = []
     end = SLOT
@@ -405,7 +405,7 @@ def _read_shared(node: Communicator, slots: Alternating, folder: Path, blocks: S
     Returns:
         Error of this rank, or None. All ranks give the same blocks.
     """
-    packed = loads([block.size for block in blocks])
+    packed = pack_into_loads([block.size for block in blocks])
     own_loads = packed[node.rank :: node.size]
     memory = [[slot.numpy() for slot in of_turn] for of_turn in slots.slots]
     error: Exception | None = None

@@ -125,7 +125,7 @@ class Store:
                 self.root.mkdir(parents=True, exist_ok=True)
                 try:
                     for folder in folders.locked_with(self.root) if lock else ():
-                        locks.keep(folder / locks.LOCK)
+                        locks.hold_until_exit(folder / locks.LOCK)
                 except locks.LockHeld:
                     raise InputError(
                         f"{what} is in use by another job; save into another folder, or end that job"
@@ -144,7 +144,7 @@ class Store:
 
         def move() -> list[str]:
             later = [self.folder(finished) for finished in folders.finished_steps(self.root) if finished > step]
-            moved = [(path, folders.set_aside(path)) for path in later if folders.are_remains(path)]
+            moved = [(path, folders.set_aside(path)) for path in later if folders.lacks_manifest(path)]
             for path in later or [self.folder(step + 1)]:
                 folders.require_free(path)
             return [f"{path} has no manifest any more; kept as {new_path}" for path, new_path in moved]
@@ -164,9 +164,9 @@ class Store:
         if self._local is not None:
             self._local.require_room(self.comm, of_ranks.tolist(), saves)
             shared = min(saves, saves // self.flush_every + 1)
-        mend = "make room, lower checkpoint.keep, or choose another run.dir"
+        fix = "make room, lower checkpoint.keep, or choose another run.dir"
         need = "checkpoint folder", total, shared, self.keep + self.keeps_best
-        self.comm.on_root(lambda: folders.require_room(self.root, *need, mend))
+        self.comm.on_root(lambda: folders.require_room(self.root, *need, fix))
 
     def newest_first(self) -> list[Path]:
         """Return the folders of the finished checkpoints, including those on the nodes' local disks."""
@@ -302,7 +302,7 @@ class Store:
         if not shared and self._local is not None:
             self._local.save(layout, step, parts, values)
             return
-        target = Target(self.folder(step), layout.comm.rank == 0, alone=True)
+        target = Target(self.folder(step), layout.comm.rank == 0, single_leader=True)
         finite = not values.get(NON_FINITE_SINCE)
 
         def after() -> None:
@@ -311,7 +311,9 @@ class Store:
                 folders.point_to(self.folder(best), folders.BEST)
             self._finite[step] = finite
             known = self._verified | {step}, self._unusable - {step}, self._was_finite
-            old = folders.doomed(folders.finished_steps(self.root), self.keep, *known, folders.best_step(self.root))
+            old = folders.steps_to_remove(
+                folders.finished_steps(self.root), self.keep, *known, folders.best_step(self.root)
+            )
             hidden = [folders.hide(self.folder(step)) for step in old if folders.is_checkpoint(self.folder(step))]
             if hidden:  # removing gigabytes takes a while, so it is done in a thread
                 self._removal = BackgroundTask(partial(folders.remove, *hidden))
@@ -320,7 +322,7 @@ class Store:
         self._verified.add(step)
         self._unusable.discard(step)
         if self._local is not None:
-            self._local.forget(layout.comm, step, finite=finite)
+            self._local.remove_up_to(layout.comm, step, finite=finite)
 
     def _was_finite(self, step: int) -> bool:
         if step not in self._finite:
@@ -390,10 +392,10 @@ class Store:
         """Read from the nodes' local disks; if that fails, verify every file and read again without damaged ones."""
         needed = files_of(blocks)
         try:
-            local.bring(self.comm, folder, manifest, needed)
+            local.fetch_files(self.comm, folder, manifest, needed)
             attempt(self.comm, fill, folder)
         except CheckpointError:
-            damaged = local.bring(self.comm, folder, manifest, needed, suspect=True)
+            damaged = local.fetch_files(self.comm, folder, manifest, needed, verify=True)
             attempt(self.comm, fill, folder)
             self.repairs += [
                 f"{folder / name} was damaged on a node's disk; repaired from other nodes" for name in damaged
@@ -413,10 +415,10 @@ class Snapshot:
 
     def copy(self, parts: Sequence[Part]) -> list[Part]:
         """Copy parts into this memory; the copies are valid until the next call."""
-        nbytes = needed(parts)
-        away = [part.data for part in parts if not part.data.is_cpu]
-        if nbytes > self._memory.numel() or (away and not self._pinned):
-            self._make_room(nbytes, away)
+        nbytes = snapshot_bytes(parts)
+        device_tensors = [part.data for part in parts if not part.data.is_cpu]
+        if nbytes > self._memory.numel() or (device_tensors and not self._pinned):
+            self._allocate(nbytes, device_tensors)
         copies, begin = [], 0
         for part in parts:
             end = begin + part.data.nbytes
@@ -424,27 +426,27 @@ class Snapshot:
             into.copy_(part.data, non_blocking=True)
             copies.append(replace(part, data=into))
             begin = -(-end // _ALIGNMENT) * _ALIGNMENT
-        if away:
+        if device_tensors:
             from mpitrain.comm.memory.device import recorded
 
-            recorded(away[0].device).synchronize()
+            recorded(device_tensors[0].device).synchronize()
         return copies
 
-    def _make_room(self, nbytes: int, away: Sequence[torch.Tensor]) -> None:
-        """Allocate memory, pinned if any tensor of the parts is on a device (`away`)."""
+    def _allocate(self, nbytes: int, device_tensors: Sequence[torch.Tensor]) -> None:
+        """Allocate memory, pinned if any tensor of the parts is on a device (`device_tensors`)."""
         self._memory = torch.empty(0, dtype=torch.uint8)  # give the old memory back first
-        self._pinned = bool(away)
-        if away:
+        self._pinned = bool(device_tensors)
+        if device_tensors:
             from mpitrain.comm.memory.device import pinned
 
-            self._memory = pinned((nbytes,), torch.uint8, away[0].device)
+            self._memory = pinned((nbytes,), torch.uint8, device_tensors[0].device)
         else:  # huge pages, because the page faults of small ones cost more than the copy
             block = mmap.mmap(-1, -(-nbytes // _ROUNDING) * _ROUNDING, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             block.madvise(mmap.MADV_HUGEPAGE)
             self._memory = torch.frombuffer(block, dtype=torch.uint8)
 
 
-def needed(parts: Sequence[Part]) -> int:
+def snapshot_bytes(parts: Sequence[Part]) -> int:
     """Return the size in bytes of a snapshot of these parts."""
     return sum(-(-p.data.nbytes // _ALIGNMENT) * _ALIGNMENT for p in parts)
 

@@ -184,7 +184,7 @@ def parse(arguments: Sequence[str]) -> tuple[str | None, dict[str, dict[str, Any
         if not dot:
             raise (_not_a_key if name in known else _unknown)(name, COMMAND_LINE)
         if (ours := our_name(section, key)) != (section, key):
-            early.say(_renamed(COMMAND_LINE, name, ".".join(ours)))
+            early.log(_renamed(COMMAND_LINE, name, ".".join(ours)))
             section, key = ours
         _check_names({section: {key: None}}, COMMAND_LINE)
         if not equals:
@@ -379,7 +379,7 @@ def _by_our_names(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
             if name in target:
                 raise refusal(f"{origin}: {section}.{key} and {of}.{name} are the same setting; give one of them")
             target[name] = result[section].pop(key)
-            early.say(_renamed(origin, f"{section}.{key}", f"{of}.{name}"))
+            early.log(_renamed(origin, f"{section}.{key}", f"{of}.{name}"))
     _check_names(result, origin)
     return result
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import get_args
 
 from mpitrain.data.format import HELD_OUT, TOKENIZER, TRAIN, Categories, DatasetManifest, Missing, Scale
-from mpitrain.early import VERSION, whole_number
-from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, printable, tell
+from mpitrain.early import VERSION, positive_integer
+from mpitrain.errors import EXIT_DONE, InputError, echo, exit_code_of, printable
 from mpitrain.storage.text import bytes_text, counted
 
 _SOURCES = """\
@@ -55,11 +55,11 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--tokenizer", type=Path, metavar="FILE", help="text: a Hugging Face tokenizer.json")
     _add_fields(prepare)
     pack = "pack whole documents into samples of S tokens; a file of text is one document"
-    prepare.add_argument("--pack", type=whole_number, metavar="S", help=pack)
+    prepare.add_argument("--pack", type=positive_integer, metavar="S", help=pack)
     prepare.add_argument("--blank-lines", action="store_true", help="text: a document ends at blank lines, not files")
     prepare.add_argument("--end-token", metavar="T", help="token after each document: its name or number, or none")
     prepare.add_argument("--dtype", choices=("uint16", "uint32"), help="tokens in .bin: how they are stored [uint16]")
-    prepare.add_argument("--vocabulary", type=whole_number, metavar="N", help="tokens in .bin or .npy: how many")
+    prepare.add_argument("--vocabulary", type=positive_integer, metavar="N", help="tokens in .bin or .npy: how many")
     prepare.add_argument("--size", type=_size, metavar="HxW", help="images: pixels, as 224 or 128x256")
     prepare.add_argument("--label", metavar="COLUMN", help="CSV: name or number (from 1) of the label's column")
     _add_options(prepare)
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     tokenizer.set_defaults(act=_tokenizer)
     tokenizer.add_argument("sources", nargs="+", metavar="SOURCE", help="files or folders of text, as for prepare")
     tokenizer.add_argument("--out", required=True, type=Path, metavar="FILE", help="the tokenizer.json to make")
-    tokenizer.add_argument("--vocabulary", type=whole_number, default=32768, metavar="N", help="tokens [32768]")
+    tokenizer.add_argument("--vocabulary", type=positive_integer, default=32768, metavar="N", help="tokens [32768]")
     tokenizer.add_argument("--kind", choices=("bpe",), default="bpe", help="byte-level byte pair encoding [bpe]")
     _add_fields(tokenizer)
     info = commands.add_parser("info", help="describe a data set folder")
@@ -135,8 +135,8 @@ def _prepare(arguments: argparse.Namespace) -> int:
             progress=progress if sys.stderr.isatty() else None,
             more=more,
         )
-    tell(*describe(arguments.out, manifest))
-    tell(f"\ntrain on it: python -m mpitrain.train --data.path {shlex.quote(str(arguments.out))}{_settings(manifest)}")
+    echo(*describe(arguments.out, manifest))
+    echo(f"\ntrain on it: python -m mpitrain.train --data.path {shlex.quote(str(arguments.out))}{_settings(manifest)}")
     return EXIT_DONE
 
 
@@ -160,8 +160,8 @@ def _tokenizer(arguments: argparse.Namespace) -> int:
     options = {key: getattr(arguments, key) for key in ("text", "prompt", "completion", "encoding")}
     size = train_tokenizer(arguments.sources, arguments.out, arguments.vocabulary, PrepareOptions(**options))
     fewer = f" (the text gives no more than that, of {arguments.vocabulary:,})" if size < arguments.vocabulary else ""
-    tell(f"{arguments.out}: {size:,} tokens{fewer}")
-    tell(f"\nuse it: python -m mpitrain.data prepare SOURCE... --tokenizer {arguments.out} --out DIR")
+    echo(f"{arguments.out}: {size:,} tokens{fewer}")
+    echo(f"\nuse it: python -m mpitrain.data prepare SOURCE... --tokenizer {arguments.out} --out DIR")
     return EXIT_DONE
 
 
@@ -171,10 +171,10 @@ def _info(arguments: argparse.Namespace) -> int:
 
     folder = arguments.dir
     manifest = read_manifest(folder)
-    tell(*describe(folder, manifest))
+    echo(*describe(folder, manifest))
     damages = list(verify(folder, manifest)) if arguments.verify else []
     if damages:
-        tell(*damages)
+        echo(*damages)
         raise InputError(f"data set {folder}: {len(damages)} damaged places, listed above; restore or prepare it again")
     print(f"hashes      {'all right' if arguments.verify else 'not checked (--verify reads everything)'}")
     return EXIT_DONE

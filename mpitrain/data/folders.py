@@ -68,7 +68,7 @@ def make_dataset(
         if once and whole(target):  # checked without a lock, so that it works on a read-only file system too
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        with locks.waiting(target.parent / f".{target.name}.lock") as locked:
+        with locks.wait_for(target.parent / f".{target.name}.lock") as locked:
             if once and whole(target):
                 return
             prefix = f".{target.name}.tmp-{os.uname().nodename}-"

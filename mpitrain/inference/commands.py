@@ -83,10 +83,10 @@ class Job:
         Returns:
             The result of `load`.
         """
-        from mpitrain.loading import candidates, first_whole
+        from mpitrain.loading import candidates, first_complete
 
         folders = self.decided(lambda: [str(folder) for folder in candidates(path, best=best)])
-        return first_whole([Path(folder) for folder in folders], load, self.say)
+        return first_complete([Path(folder) for folder in folders], load, self.say)
 
     def gathered(self, items: list[Any]) -> list[Any]:
         """Return the items of all ranks along the data axis, on the first of them. Collective."""

@@ -26,7 +26,7 @@ from torch import nn
 from mpitrain.config.parallel import ParallelSection
 from mpitrain.errors import InputError, refusal
 from mpitrain.inference.commands import Job
-from mpitrain.loading import SavedModel, fill, saved_in
+from mpitrain.loading import SavedModel, fill, read_saved_model
 from mpitrain.models.earlier import POSITIONS, State
 from mpitrain.models.hugging_face import CACHE_NAMES
 from mpitrain.parallel.dividing import ModelPart, in_order
@@ -370,7 +370,7 @@ def placed(path: Path, job: Job, device: torch.device, *, best: bool = False, tr
 def _loaded(folder: Path, job: Job, device: torch.device, trust: bool) -> LanguageModel:
     """Load this rank's part of a checkpoint's model. Collective."""
     mesh = job.mesh
-    saved = job.agreed(lambda: saved_in(folder, trust=trust))
+    saved = job.agreed(lambda: read_saved_model(folder, trust=trust))
     vocabulary = job.agreed(lambda: require_text(saved.description.kind, saved.description.vocabulary))
     module = job.agreed(saved.build).module.eval()
     longest, known = longest_text(module), of_transformers(module) if mesh is None else None

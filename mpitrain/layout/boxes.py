@@ -313,17 +313,17 @@ def _within(outer: Box, inner: Box) -> Box:
         count, first, last = part.pop()
         inside = min(hi - lo, count)
         if hi - lo > inside:
-            whole.append(_cut_off((length, lo, hi), inside))
+            whole.append(_split_off((length, lo, hi), inside))
             length, lo, hi = inside, 0, inside
         elif count > inside:
-            part.append(_cut_off((count, first, last), inside))
+            part.append(_split_off((count, first, last), inside))
             count, first, last = inside, 0, inside
         dims.append((length, lo + first, lo + last))
     shape, start, stop = zip(*(whole + part + dims[::-1]), strict=True) if whole or part or dims else ((), (), ())
     return Box(shape, start, stop)
 
 
-def _cut_off(dimension: tuple[int, int, int], inside: int) -> tuple[int, int, int]:
+def _split_off(dimension: tuple[int, int, int], inside: int) -> tuple[int, int, int]:
     """Split the inner `inside` indices off a dimension (length, start, stop) and return the outer dimension."""
     if inside == 0 or any(number % inside for number in dimension):
         raise ValueError("a part of a part cuts across its ranges; divide the tensor in the other order")
@@ -451,7 +451,7 @@ def lay_out(buckets: Sequence[Sequence[int]], itemsize: int, parts: int = 1, mul
     return Flat(tuple(places), tuple(bounds), parts)
 
 
-def in_buckets(sizes: Sequence[int], itemsize: int, bucket_bytes: int, first_bytes: int) -> list[list[int]]:
+def divide_into_buckets(sizes: Sequence[int], itemsize: int, bucket_bytes: int, first_bytes: int) -> list[list[int]]:
     """Divide tensors, in order, into buckets of about `bucket_bytes`, the first of about `first_bytes`.
 
     Args:

@@ -1,8 +1,8 @@
-"""Ownership: which axes of the mesh divide a tensor of the model, and which of several ranks with a copy acts for all.
+"""Ownership: which axes of the mesh divide a tensor of the model, and which of several ranks with a copy owns it.
 
 Example of 4 ranks, numbered (a, b) along two axes a and b:
 
-    tensor x of                  divided      rank 0,0   rank 0,1   rank 1,0   rank 1,1   first copy
+    tensor x of                  divided      rank 0,0   rank 0,1   rank 1,0   rank 1,1   owner
     a layer that b divides       (b,)         x0         x1         x0         x1         x0: rank 0,0; x1: rank 0,1
     a layer that both divide     (a, b)       x00        x01        x10        x11        every rank
     any other layer              ()           x          x          x          x          rank 0,0
@@ -11,10 +11,10 @@ All other axes replicate the tensor. An axis may also divide the blocks of the m
 different parameters; a parameter that several of them have (a tied one) is a copy, too. The record of a tensor is
 created once, when the model is divided. It answers these questions:
 
-    which rank adds the gradient to the norm     the first copy; if replicas have shares, each replica its share
+    which rank adds the gradient to the norm     the owner; if replicas have shares, each replica its share
     whose value do all copies start from         the replica named by `source`
     which ranks sum the gradient                 the replicas along the axes that do not divide it (`Division.copies`)
-    which rank writes it into a checkpoint       the first copy; each replica writes its share or, if all replicas have
+    which rank writes it into a checkpoint       the owner; each replica writes its share or, if all replicas have
                                                  the whole tensor, an equal part of all such tensors
 """
 
@@ -46,17 +46,18 @@ class Ownership:
         slice: Part of the model's tensor that this rank and its replicas have.
         divided: Names of the axes along which ranks have different elements; along all other axes they have copies.
         shared: True if each replica has a share of the tensor (ZeRO) instead of a copy.
-        first: True if this rank has the first copy of its elements along all axes that divide the model.
-        leads: True if this rank is the first, along these axes, with any elements of the tensor. It writes state that
-            all of them have, such as the optimizer's step.
+        is_owner: True if this rank is the first, along all axes that divide the model, with a copy of these elements.
+            It adds the gradient to the norm, and writes the elements into a checkpoint.
+        is_leader: True if this rank is the first, along these axes, with any elements of the tensor. It writes state
+            that all of them have, such as the optimizer's step.
         source: Number of the replica from which all replicas get their initial value.
     """
 
     slice: Slice
     divided: tuple[str, ...] = ()
     shared: bool = False
-    first: bool = True
-    leads: bool = True
+    is_owner: bool = True
+    is_leader: bool = True
     source: int = 0
 
     @staticmethod
@@ -69,9 +70,9 @@ class Ownership:
             copied: True if a rank with earlier blocks of the model has the same tensor.
         """
         divided = divided_by(tensor)
-        first = not copied and not any(number for axis, number in numbers.items() if axis not in divided)
-        leads = not copied and not any(numbers.values())
-        return Ownership(logical_of(tensor), divided, first=first, leads=leads)
+        is_owner = not copied and not any(number for axis, number in numbers.items() if axis not in divided)
+        is_leader = not copied and not any(numbers.values())
+        return Ownership(logical_of(tensor), divided, is_owner=is_owner, is_leader=is_leader)
 
 
 def owners_of(module: nn.Module, numbers: Mapping[str, int], copied: Collection[str]) -> dict[str, Ownership]:

@@ -341,14 +341,14 @@ class ServedSharding(Sharding):
     def _place_gradients(self) -> Gradients:
         return PushedGradients(self.groups, self.flats, self.world)
 
-    def _flat_parameters(self, counted: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
+    def _flat_parameters(self, is_owner: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
         refuse_unless_elementwise(self.optimizer)  # on all ranks
         if self.share is None:
             return []
         kinds = [g.dtype if g.dtype.itemsize >= 4 else torch.float32 for g in self.groups]
         self.sums = OwnShares(self.groups, self.share, kinds, self._in_place(self.flats.gradients, kinds))
         share_of, gradient = self.parameters.own, self.sums.between
-        return sharded_flat_parameters(self.optimizer, self.groups, self.share, share_of, gradient, counted)
+        return sharded_flat_parameters(self.optimizer, self.groups, self.share, share_of, gradient, is_owner)
 
     def _in_place(self, arenas: Sequence[Arena], kinds: Sequence[torch.dtype]) -> list[torch.Tensor | None]:
         """Return this rank's memory of whole groups if it only serves and thus has no other use for that memory."""

@@ -14,7 +14,7 @@ from mpitrain.comm import Communicator, init
 from mpitrain.comm.selection import TABLES, Algorithms
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, MpitrainError
 from mpitrain.inference.commands import parse
-from mpitrain.measuring.self_start import launched, parser, start
+from mpitrain.measuring.self_start import is_launched, make_parser, start
 
 ELEMENTS = {  # numbers of elements of a rank's vector, or of its block
     torch.float32: (1, 1001, 100_001),
@@ -23,14 +23,14 @@ ELEMENTS = {  # numbers of elements of a rank's vector, or of its block
 }
 _PERIOD = 13
 
-Made = tuple[torch.Tensor, torch.Tensor]  # result of a rank, and the expected result
-Case = Callable[[Communicator, int, torch.dtype, str], Made]
+Result = tuple[torch.Tensor, torch.Tensor]  # result of a rank, and the expected result
+Case = Callable[[Communicator, int, torch.dtype, str], Result]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `mpitrain.doctor --check` with the arguments after it, and return the exit code."""
-    options = parse(parser("mpitrain.doctor --check", __doc__ or "", "2,3", 600), arguments)
-    if launched():
+    options = parse(make_parser("mpitrain.doctor --check", __doc__ or "", "2,3", 600), arguments)
+    if is_launched():
         return check(init())
     return max(start(["-m", "mpitrain.doctor", "--check"], ranks, options.limit) for ranks in options.ranks)
 
@@ -43,7 +43,7 @@ def check(world: Communicator) -> int:
         print(f"collectives of {world.size} ranks{nodes}: right or wrong, not how fast", flush=True)
     failed = 0
     for name, case in _CASES.items():
-        right, verdict = judged(world, case, TABLES.get(name))
+        right, verdict = check_case(world, case, TABLES.get(name))
         failed += not right
         if world.rank == 0:
             print(f"  {name:{width}}  {verdict}", flush=True)
@@ -52,7 +52,7 @@ def check(world: Communicator) -> int:
     return EXIT_FAILED if failed else EXIT_DONE
 
 
-def judged(world: Communicator, case: Case, table: Algorithms | None) -> tuple[bool, str]:
+def check_case(world: Communicator, case: Case, table: Algorithms | None) -> tuple[bool, str]:
     """Test an operation with all of its algorithms that can run here. Collective.
 
     Args:
@@ -69,7 +69,7 @@ def judged(world: Communicator, case: Case, table: Algorithms | None) -> tuple[b
     for dtype, lengths in ELEMENTS.items():
         for elements in lengths:
             for algorithm in ("auto", *names) if table else ("",):
-                fault = _tried(world, case, elements, dtype, algorithm)
+                fault = _try_once(world, case, elements, dtype, algorithm)
                 by = f"algorithm {algorithm}, " if algorithm else ""
                 wrong = wrong or (f"{by}{elements:,} x {str(dtype)[6:]}: {fault}" if fault else "")
     for rank, text in enumerate(world.all_gather_object(wrong)):
@@ -78,7 +78,7 @@ def judged(world: Communicator, case: Case, table: Algorithms | None) -> tuple[b
     return True, f"ok ({', '.join(names)})" if names else "ok"
 
 
-def _tried(world: Communicator, case: Case, elements: int, dtype: torch.dtype, algorithm: str) -> str:
+def _try_once(world: Communicator, case: Case, elements: int, dtype: torch.dtype, algorithm: str) -> str:
     """Return what is wrong with one call on this rank; "" if nothing is."""
     try:
         got, expected = case(world, elements, dtype, algorithm)
@@ -92,92 +92,94 @@ def _tried(world: Communicator, case: Case, elements: int, dtype: torch.dtype, a
     return f"element {at} is {got.reshape(-1)[at].item()} instead of {expected.reshape(-1)[at].item()}"
 
 
-def _of(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
+def _contribution(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a rank's contribution."""
     return ((torch.arange(elements) + 3 * rank) % _PERIOD).to(dtype)
 
 
 def _sum(ranks: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.stack([_of(r, elements, torch.int64) for r in range(ranks)]).sum(0).to(dtype)
+    return torch.stack([_contribution(r, elements, torch.int64) for r in range(ranks)]).sum(0).to(dtype)
 
 
-def _own(world: Communicator, whole: torch.Tensor) -> torch.Tensor:
+def _local_chunk(world: Communicator, whole: torch.Tensor) -> torch.Tensor:
     return whole.chunk(world.size)[world.rank]
 
 
-def _all_reduce(world: Communicator, elements: int, dtype: torch.dtype, algorithm: str) -> Made:
-    x = _of(world.rank, elements, dtype)
+def _all_reduce(world: Communicator, elements: int, dtype: torch.dtype, algorithm: str) -> Result:
+    x = _contribution(world.rank, elements, dtype)
     world.all_reduce(x, "sum", algorithm)
     return x, _sum(world.size, elements, dtype)
 
 
-def _all_reduce_in_arena(world: Communicator, elements: int, dtype: torch.dtype, algorithm: str) -> Made:
+def _all_reduce_in_arena(world: Communicator, elements: int, dtype: torch.dtype, algorithm: str) -> Result:
     arena = world.arena(elements, dtype)
-    arena.tensor.copy_(_of(world.rank, elements, dtype))
+    arena.tensor.copy_(_contribution(world.rank, elements, dtype))
     world.all_reduce(arena.tensor, "sum", algorithm or "auto")
     got = arena.tensor.clone()
     arena.free()
     return got, _sum(world.size, elements, dtype)
 
 
-def _reduce(world: Communicator, elements: int, dtype: torch.dtype, algorithm: str) -> Made:
-    x, root = _of(world.rank, elements, dtype), world.size - 1
+def _reduce(world: Communicator, elements: int, dtype: torch.dtype, algorithm: str) -> Result:
+    x, root = _contribution(world.rank, elements, dtype), world.size - 1
     world.reduce(x, root, "sum", algorithm)
-    return x, _sum(world.size, elements, dtype) if world.rank == root else _of(world.rank, elements, dtype)
+    return x, _sum(world.size, elements, dtype) if world.rank == root else _contribution(world.rank, elements, dtype)
 
 
-def _broadcast(world: Communicator, elements: int, dtype: torch.dtype, algorithm: str) -> Made:
-    x = _of(world.rank, elements, dtype)
+def _broadcast(world: Communicator, elements: int, dtype: torch.dtype, algorithm: str) -> Result:
+    x = _contribution(world.rank, elements, dtype)
     world.broadcast(x, world.size - 1, algorithm)
-    return x, _of(world.size - 1, elements, dtype)
+    return x, _contribution(world.size - 1, elements, dtype)
 
 
-def _reduce_scatter(world: Communicator, elements: int, dtype: torch.dtype, algorithm: str) -> Made:
+def _reduce_scatter(world: Communicator, elements: int, dtype: torch.dtype, algorithm: str) -> Result:
     whole, out = elements * world.size, torch.empty(elements, dtype=dtype)
-    world.reduce_scatter(out, _of(world.rank, whole, dtype), "sum", algorithm)
-    return out, _own(world, _sum(world.size, whole, dtype))
+    world.reduce_scatter(out, _contribution(world.rank, whole, dtype), "sum", algorithm)
+    return out, _local_chunk(world, _sum(world.size, whole, dtype))
 
 
-def _everyone(world: Communicator, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.cat([_of(r, elements, dtype) for r in range(world.size)])
+def _all_contributions(world: Communicator, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat([_contribution(r, elements, dtype) for r in range(world.size)])
 
 
-def _all_gather(world: Communicator, elements: int, dtype: torch.dtype, algorithm: str) -> Made:
+def _all_gather(world: Communicator, elements: int, dtype: torch.dtype, algorithm: str) -> Result:
     out = torch.empty(elements * world.size, dtype=dtype)
-    world.all_gather(out, _of(world.rank, elements, dtype), algorithm)
-    return out, _everyone(world, elements, dtype)
+    world.all_gather(out, _contribution(world.rank, elements, dtype), algorithm)
+    return out, _all_contributions(world, elements, dtype)
 
 
-def _gather(world: Communicator, elements: int, dtype: torch.dtype, _: str) -> Made:
-    x, at_root = _of(world.rank, elements, dtype), world.rank == 0
+def _gather(world: Communicator, elements: int, dtype: torch.dtype, _: str) -> Result:
+    x, at_root = _contribution(world.rank, elements, dtype), world.rank == 0
     out = torch.empty(elements * world.size, dtype=dtype) if at_root else None
     world.gather(out, x, 0)
-    return (x, x) if out is None else (out, _everyone(world, elements, dtype))
+    return (x, x) if out is None else (out, _all_contributions(world, elements, dtype))
 
 
-def _scatter(world: Communicator, elements: int, dtype: torch.dtype, _: str) -> Made:
-    whole, out = _of(0, elements * world.size, dtype), torch.empty(elements, dtype=dtype)
+def _scatter(world: Communicator, elements: int, dtype: torch.dtype, _: str) -> Result:
+    whole, out = _contribution(0, elements * world.size, dtype), torch.empty(elements, dtype=dtype)
     world.scatter(out, whole if world.rank == 0 else None, 0)
-    return out, _own(world, whole)
+    return out, _local_chunk(world, whole)
 
 
-def _all_to_all(world: Communicator, elements: int, dtype: torch.dtype, _: str) -> Made:
-    x = _of(world.rank, elements * world.size, dtype)
+def _all_to_all(world: Communicator, elements: int, dtype: torch.dtype, _: str) -> Result:
+    x = _contribution(world.rank, elements * world.size, dtype)
     out = torch.empty_like(x)
     world.all_to_all(out, x)
-    return out, torch.cat([_own(world, _of(r, elements * world.size, dtype)) for r in range(world.size)])
+    return out, torch.cat(
+        [_local_chunk(world, _contribution(r, elements * world.size, dtype)) for r in range(world.size)]
+    )
 
 
-def _send(world: Communicator, elements: int, dtype: torch.dtype, _: str) -> Made:
+def _send(world: Communicator, elements: int, dtype: torch.dtype, _: str) -> Result:
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     got = torch.empty(elements, dtype=dtype)
     coming = world.irecv(got, left)
-    world.send(_of(world.rank, elements, dtype), right)
+    world.send(_contribution(world.rank, elements, dtype), right)
     coming.wait()
-    return got, _of(left, elements, dtype)
+    return got, _contribution(left, elements, dtype)
 
 
-def _barrier(world: Communicator, elements: int, dtype: torch.dtype, _: str) -> Made:
+def _barrier(world: Communicator, elements: int, dtype: torch.dtype, _: str) -> Result:
     world.barrier()
     return torch.ones(1), torch.ones(1)
 

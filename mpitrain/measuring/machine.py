@@ -36,7 +36,7 @@ import torch
 from mpitrain.comm import Communicator
 from mpitrain.comm.selection import TABLES
 from mpitrain.inference.commands import parse
-from mpitrain.measuring.self_start import measured, parser, started_here, temporary_folder
+from mpitrain.measuring.self_start import is_self_started, make_parser, run_measurement, temporary_folder
 from mpitrain.measuring.tune import MEMORIES, AlgorithmContenders
 from mpitrain.models.gpt import GPT
 from mpitrain.monitor import memory_bytes, peak_memory_bytes
@@ -55,7 +55,9 @@ _TABLES = [table for table in TABLES.values() if table.operation != "reduce"]  #
 
 def main(arguments: Sequence[str]) -> int:
     """Run `mpitrain.plan --measure` with the arguments after it, and return the exit code."""
-    options_parser = parser("mpitrain.plan --measure", "The profile of this machine for the planner.", "2,4,8", 1800)
+    options_parser = make_parser(
+        "mpitrain.plan --measure", "The profile of this machine for the planner.", "2,4,8", 1800
+    )
     options_parser.add_argument(
         "--out", type=Path, default=Path("machine.toml"), metavar="FILE", help="profile [machine.toml]"
     )
@@ -70,8 +72,12 @@ def main(arguments: Sequence[str]) -> int:
     )
     options = parse(options_parser, arguments)
     command = ["-m", "mpitrain.plan", "--measure", *arguments]
-    return measured(
-        command, options, "machine", lambda world: measure(world, options), lambda results: keep(results, options)
+    return run_measurement(
+        command,
+        options,
+        "machine",
+        lambda world: measure(world, options),
+        lambda results: write_profile(results, options),
     )
 
 
@@ -83,26 +89,27 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         options: Options of the command line.
     """
     result: dict[str, Any] = {"nodes": list(world.nodes), "process": peak_memory_bytes()}
-    whole = not started_here() or world.size == options.ranks[0]
+    whole = not is_self_started() or world.size == options.ranks[0]
     if whole:
-        with _told(world, "cores and devices"):
-            result |= kept.of_nodes(world, "quick" if options.quick else "full", options.device)
-        with _told(world, "folder"), temporary_folder(world, options.folder or options.out.parent) as folder:
+        with _report_time(world, "cores and devices"):
+            result |= kept.measure_nodes(world, "quick" if options.quick else "full", options.device)
+        with _report_time(world, "folder"), temporary_folder(world, options.folder or options.out.parent) as folder:
             result["folder"] = folder_speeds(world, folder, options.quick)
     if world.size > 1:
-        with _told(world, "messages"):
+        with _report_time(world, "messages"):
             result["links"] = links.measure(world, options.quick)
-        with _told(world, "collectives"):
+        with _report_time(world, "collectives"):
             result["collectives"] = _collectives(world, options.quick)
     if whole:
-        with _told(world, "a step"):  # measured last, because a trainer sets the number of threads of this process
+        # measured last, because a trainer sets the number of threads of this process
+        with _report_time(world, "a step"):
             before = memory_bytes()
             result["overhead"] = overhead(world, options.quick)
             result["process"] += max(0, memory_bytes() - before)  # memory that libraries allocate at first use
     return result
 
 
-def keep(results: dict[int, Any], options: argparse.Namespace) -> None:
+def write_profile(results: dict[int, Any], options: argparse.Namespace) -> None:
     """Print the profile and write it to `options.out`; unless the run was quick, also store it for `parallel.auto`.
 
     Args:
@@ -113,12 +120,12 @@ def keep(results: dict[int, Any], options: argparse.Namespace) -> None:
     print("\n".join(lines_of({name: said for name, said in values.items() if name != "collectives"})))
     write_values(values, options.out)
     print(f"written: {options.out}")
-    if not options.quick and (at := kept.keep(values)):
+    if not options.quick and (at := kept.store_profile(values)):
         print(f"written: {at}, for parallel.auto")
 
 
 @contextmanager
-def _told(world: Communicator, what: str) -> Iterator[None]:
+def _report_time(world: Communicator, what: str) -> Iterator[None]:
     """Print how long the work inside the context took."""
     began = time.perf_counter()
     yield
@@ -169,7 +176,7 @@ def overhead(world: Communicator, quick: bool) -> float:
             trainer = Trainer(settings, [stamps], world=alone)
             trainer.print = lambda text: None
             trainer.fit()
-    taken = float(np.median(np.diff(stamps.seen)[_WARM:])) - _plain_step(steps)
+    taken = float(np.median(np.diff(stamps.timestamps)[_WARM:])) - _plain_step(steps)
     return float(np.median(world.all_gather_object(max(taken, 1e-6))))
 
 
@@ -177,10 +184,10 @@ class _Stamps(Callback):
     """Callback that records the processor seconds of this process after each step."""
 
     def __init__(self) -> None:
-        self.seen: list[float] = []
+        self.timestamps: list[float] = []
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
-        self.seen.append(time.process_time())
+        self.timestamps.append(time.process_time())
 
 
 def _plain_step(steps: int) -> float:
@@ -224,12 +231,12 @@ def folder_speeds(world: Communicator, folder: Path, quick: bool) -> dict[str, f
         writers["write_limit"] = list(range(world.size))
     data = np.random.default_rng(world.rank).bytes(min(_PIECE, nbytes))
     return {
-        name: float(np.median([_together(world, folder, data, nbytes, ranks) for _ in range(repeats)]))
+        name: float(np.median([_write_rate(world, folder, data, nbytes, ranks) for _ in range(repeats)]))
         for name, ranks in writers.items()
     }
 
 
-def _together(world: Communicator, folder: Path, data: bytes, nbytes: int, ranks: list[int]) -> float:
+def _write_rate(world: Communicator, folder: Path, data: bytes, nbytes: int, ranks: list[int]) -> float:
     """Return the bytes per second of these ranks, each writing its own file. Collective."""
     world.barrier()
     began = time.perf_counter()

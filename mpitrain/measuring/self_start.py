@@ -27,25 +27,25 @@ _GRACE = 10.0  # seconds between SIGTERM and SIGKILL to mpirun
 _UNITS = {1: ("", "B"), 1 << 10: ("K", "KI", "KIB"), 1 << 20: ("M", "MI", "MIB")}  # bytes
 
 
-def launched() -> bool:
+def is_launched() -> bool:
     """Return whether mpirun, mpiexec or srun started this process as a rank of a job."""
     by_mpi = any(name in os.environ for name in RANK_NAMES if name != "SLURM_PROCID")  # also set in a batch script
     return by_mpi or int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1
 
 
-def command(act: Callable[[], int]) -> int:
+def run_command(act: Callable[[], int]) -> int:
     """Run a command that starts ranks itself, and return its exit code; an error is printed in one line.
 
     On a rank of a job, errors are raised instead, and all ranks end together.
     """
-    if launched():
+    if is_launched():
         return act()
     os.environ["MPI4PY_RC_INITIALIZE"] = "0"  # a process that has initialized MPI cannot start mpirun
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `start` ends the ranks
     return exit_code_of(act)
 
 
-def parser(program: str, description: str, ranks: str, limit: float) -> argparse.ArgumentParser:
+def make_parser(program: str, description: str, ranks: str, limit: float) -> argparse.ArgumentParser:
     """Return a parser with the options that all of these commands have.
 
     Args:
@@ -71,12 +71,12 @@ def parser(program: str, description: str, ranks: str, limit: float) -> argparse
     return options_parser
 
 
-def at_each(command: Sequence[str], options: argparse.Namespace, name: str) -> tuple[dict[int, Any], int]:
+def run_at_each(command: Sequence[str], options: argparse.Namespace, name: str) -> tuple[dict[int, Any], int]:
     """Start ranks at each number of ranks until a run fails.
 
     Args:
         command: Arguments for Python.
-        options: Options of `parser`.
+        options: Options of `make_parser`.
         name: Name of the measurement in messages.
 
     Returns:
@@ -95,7 +95,7 @@ def at_each(command: Sequence[str], options: argparse.Namespace, name: str) -> t
     return results, EXIT_DONE
 
 
-def measured(
+def run_measurement(
     command: Sequence[str],
     options: argparse.Namespace,
     name: str,
@@ -106,13 +106,13 @@ def measured(
 
     Args:
         command: Arguments for Python to start a job.
-        options: Options of `parser`.
+        options: Options of `make_parser`.
         name: Name of the measurement in messages.
         measure: Function that returns a job's result, which JSON can represent. Collective.
         keep: Function called once with the results by number of ranks, also if a later run has failed.
     """
-    if not launched():
-        results, code = at_each(command, options, name)
+    if not is_launched():
+        results, code = run_at_each(command, options, name)
         if results:
             keep(results)
         return code
@@ -120,15 +120,15 @@ def measured(
 
     world = init()
     result = measure(world)
-    if world.rank == 0 and started_here():
+    if world.rank == 0 and is_self_started():
         Path(os.environ[_RESULT]).write_text(json.dumps(result), encoding="utf-8")
     elif world.rank == 0:
         keep({world.size: result})
     return EXIT_DONE
 
 
-def started_here() -> bool:
-    """Return whether `at_each` has started this job."""
+def is_self_started() -> bool:
+    """Return whether `run_at_each` has started this job."""
     return _RESULT in os.environ
 
 

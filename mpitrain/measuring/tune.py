@@ -17,7 +17,7 @@ from mpitrain.comm.job.topology import this_machine
 from mpitrain.comm.selection import TABLES, Algorithms, Setting, describe_rules, keep_tuning, rules_from, rules_key
 from mpitrain.errors import InputError
 from mpitrain.inference.commands import parse
-from mpitrain.measuring.self_start import byte_sizes, measured, parser
+from mpitrain.measuring.self_start import byte_sizes, make_parser, run_measurement
 from mpitrain.speeds.timing import Contender, interleaved
 
 SIZES = [16 << 2 * i for i in range(12)]  # bytes: 16 B to 64 MiB
@@ -109,13 +109,13 @@ def zeros(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `mpitrain.doctor --tune` with the arguments after it, and return the exit code."""
-    options_parser = parser("mpitrain.doctor --tune", __doc__ or "", "2,4,8", 1800)
+    options_parser = make_parser("mpitrain.doctor --tune", __doc__ or "", "2,4,8", 1800)
     options_parser.add_argument(
         "--sizes", type=byte_sizes, metavar="S,S", help="bytes of a vector, such as 16,64Ki,4Mi [16 to 64Mi]"
     )
     options = parse(options_parser, arguments)
     command = ["-m", "mpitrain.doctor", "--tune", *arguments]
-    return measured(command, options, "algorithms", lambda world: _tune(world, options), _tell)
+    return run_measurement(command, options, "algorithms", lambda world: _tune(world, options), _print_rules)
 
 
 def _tune(world: Communicator, options: argparse.Namespace) -> str:
@@ -138,7 +138,7 @@ def _tune(world: Communicator, options: argparse.Namespace) -> str:
     return str(world.on_root(lambda: str(keep_tuning(this_machine(), rules, origin))))
 
 
-def _tell(paths: dict[int, str]) -> None:
+def _print_rules(paths: dict[int, str]) -> None:
     path = next(iter(paths.values()))
     print(
         f"The rules are in {path}; jobs on this machine with this MPI use them from now on (python -m mpitrain.doctor "

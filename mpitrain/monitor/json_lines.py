@@ -22,7 +22,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 
 from mpitrain.errors import InputError, first_problem
 from mpitrain.storage.disk import open_plain, reason
-from mpitrain.storage.run_folder import writing
+from mpitrain.storage.run_folder import report_unwritable
 
 LONGEST = 16 << 20  # maximum bytes of a line
 T = TypeVar("T")
@@ -152,7 +152,7 @@ class LineWriter:
     def __init__(self, path: Path, what: str) -> None:
         self.path = path
         self._what = f"{what} {path}"
-        with writing(self._what):
+        with report_unwritable(self._what):
             self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - it stays open as long as the writer
             self._cut_torn()
 
@@ -166,7 +166,7 @@ class LineWriter:
             InputError: The lines cannot be written; the file is then left as it was before.
         """
         data = "".join(_text(line) + "\n" for line in lines).encode()
-        with writing(self._what):
+        with report_unwritable(self._what):
             size, written = os.fstat(self._file.fileno()).st_size, 0
             try:
                 while written < len(data):

@@ -48,8 +48,8 @@ from pydantic import ValidationError
 from mpitrain.errors import InputError
 from mpitrain.monitor.json_lines import EventLine, FullStepLine, GrowingFile, LineWriter, parsed, read_lines
 from mpitrain.storage.disk import free_name, open_plain, replacing
-from mpitrain.storage.run_folder import CHECKPOINTS, EVENTS, METRICS, RANKS, rank_path, writing
-from mpitrain.storage.text import aligned, counted, duration, number_text, rates_text, spoken
+from mpitrain.storage.run_folder import CHECKPOINTS, EVENTS, METRICS, RANKS, rank_path, report_unwritable
+from mpitrain.storage.text import align_rows, counted, duration, number_text, rates_text, with_spaces
 
 
 class EventLog(LineWriter):
@@ -142,7 +142,7 @@ class MetricsWriter(LineWriter):
     def __init__(self, run_dir: str | Path, resume_step: int | None = None) -> None:
         path = Path(run_dir) / METRICS
         self._last_step = -1
-        with writing(f"metrics {path}"):
+        with report_unwritable(f"metrics {path}"):
             if path.exists() and resume_step is not None:
                 self._last_step = _cut_after(path, resume_step)
             elif path.exists() and path.stat().st_size:  # an earlier run's file gets the first free number
@@ -263,7 +263,7 @@ class RankWriter(LineWriter):
     def __init__(self, folder: Path, rank: int, started: float, header: dict[str, Any]) -> None:
         path = rank_path(folder / RANKS, rank, "jsonl")
         self._began = self._written = self._flushed = time.monotonic()
-        with writing(f"rank file {path}"):
+        with report_unwritable(f"rank file {path}"):
             path.parent.mkdir(exist_ok=True)
         super().__init__(path, "rank file")
         self._lines: list[dict[str, Any]] = [{"start": started, "rank": rank} | header]
@@ -335,7 +335,7 @@ def summary(folder: Path) -> str:
         ("ranks", ", ".join(str(size) for size in dict.fromkeys(line.world_size for line in lines))),
         ("checkpoints", ", ".join(checkpoints) or "none"),
     ]
-    return f"run {folder}\n{aligned([row for row in rows if row[1]])}"
+    return f"run {folder}\n{align_rows([row for row in rows if row[1]])}"
 
 
 def _metrics(lines: Sequence[FullStepLine]) -> list[tuple[str, str]]:
@@ -345,7 +345,7 @@ def _metrics(lines: Sequence[FullStepLine]) -> list[tuple[str, str]]:
         for name, value in (line.model_extra or {}).items():
             if name.startswith(HELD_OUT) and isinstance(value, float):
                 measured.setdefault(name.removeprefix(HELD_OUT), []).append(value)
-    return [(f"held-out {spoken(n)}", f"{v[0]:.4g} -> {v[-1]:.4g}") for n, v in measured.items()]
+    return [(f"held-out {with_spaces(n)}", f"{v[0]:.4g} -> {v[-1]:.4g}") for n, v in measured.items()]
 
 
 def _between_groups(lines: Sequence[FullStepLine]) -> str:

@@ -30,7 +30,7 @@ from rich.text import Text
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError, printable
 from mpitrain.monitor.json_lines import StepLine
 from mpitrain.monitor.watched import EXIT_CODES, Curve, RunStatus, Watched
-from mpitrain.storage.text import counted, duration, lasting, number_text, seconds_text, short
+from mpitrain.storage.text import counted, duration, duration_text, number_text, seconds_text, short
 
 _EVERY = 1.0  # seconds between reads of metrics and events
 _RANKS_EVERY = 5.0  # seconds between reads of the ranks' files, of which there are many
@@ -214,7 +214,7 @@ def _said_of(run: Watched, status: RunStatus) -> str:
     if status in (RunStatus.SILENT, RunStatus.KILLED):
         since = clock(time.time() - run.quiet_seconds)
         verb = "no line" if status is RunStatus.SILENT else "nothing"
-        return f"{verb} since {since} ({lasting(run.quiet_seconds)}); {run.lock_text()}"
+        return f"{verb} since {since} ({duration_text(run.quiet_seconds)}); {run.lock_text()}"
     return printable(run.end.get("message") or "", _SAID)
 
 
@@ -307,7 +307,7 @@ def _step_time(seconds: Sequence[float]) -> str:
 def _checkpoint(run: Watched) -> str:
     if not run.save:
         return "none yet"
-    ago = lasting(max(0.0, time.time() - run.save["time"]))
+    ago = duration_text(max(0.0, time.time() - run.save["time"]))
     seconds = run.save.get("seconds")
     took = f", held training up for {seconds_text(seconds)}" if isinstance(seconds, (int, float)) else ""
     return f"{printable(run.save.get('folder', ''))}, {ago} ago{took}"

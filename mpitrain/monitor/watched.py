@@ -148,7 +148,7 @@ class Watched:
         Args:
             more: If true, also read the ranks' logs and times, which are many files.
         """
-        self._lock = locks.seen_held(
+        self._lock = locks.is_held(
             self.folder / locks.LOCK
         )  # read before the events, because a job writes its end while it still holds the lock
         has_news = False

@@ -13,7 +13,7 @@ from typing import Any
 from mpitrain.parallel.layouts import text
 from mpitrain.planner.predictor import Prediction
 from mpitrain.planner.search import Excess, LayoutPlan
-from mpitrain.storage.text import aligned, bytes_text, seconds_text, short
+from mpitrain.storage.text import align_rows, bytes_text, seconds_text, short
 
 _WIDTH = 118
 
@@ -126,7 +126,7 @@ def _wrap(rows: Sequence[tuple[str, str]]) -> str:
             else:
                 line = f"{line}, {part}"
         broken.append((label, line))
-    return aligned(broken)
+    return align_rows(broken)
 
 
 def _shorten(line: str, width: int) -> str:

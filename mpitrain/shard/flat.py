@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from mpitrain.layers.tiled_linear import TiledLinear
-from mpitrain.layout.boxes import Flat, in_buckets, lay_out
+from mpitrain.layout.boxes import Flat, divide_into_buckets, lay_out
 
 FIRST_BUCKET = 1 << 20  # bytes
 MIB = 1 << 20
@@ -86,7 +86,7 @@ def lay_in_buckets(sizes: Sequence[int], itemsize: int, bucket_mb: float, parts:
         parts: Number of equal shares of each bucket.
         multiple: Divisor of the number of elements of a share.
     """
-    numbers = in_buckets(sizes, itemsize, int(bucket_mb * MIB), FIRST_BUCKET)
+    numbers = divide_into_buckets(sizes, itemsize, int(bucket_mb * MIB), FIRST_BUCKET)
     return lay_out([[sizes[n] for n in bucket] for bucket in numbers], itemsize, parts, multiple)
 
 

@@ -39,7 +39,7 @@ class FlatParameter:
         contents: Tuple (parameter, first, last, offset) for every parameter: elements [first, last) of the parameter
             begin at `offset` of the flat parameter.
         settings: Number of the optimizer's parameter group.
-        counted: If true, this rank adds the gradient to its part of the norm.
+        is_owner: True if this rank owns the contents: it adds the gradient to its part of the norm.
         bucket: Number of the bucket that contains the stretch, counted through all groups; -1 if the flat parameter is
             a parameter of the model.
     """
@@ -49,7 +49,7 @@ class FlatParameter:
     gradient: Callable[[], torch.Tensor | None]
     contents: tuple[tuple[nn.Parameter, int, int, int], ...]
     settings: int
-    counted: bool
+    is_owner: bool
     bucket: int = -1
 
     def store(self) -> None:
@@ -88,18 +88,18 @@ class FlatParameter:
 
 
 def replicated_flat_parameters(
-    optimizer: torch.optim.Optimizer, gradient: GradientOf, counted: Callable[[nn.Parameter], bool], *, on_host: bool
+    optimizer: torch.optim.Optimizer, gradient: GradientOf, is_owner: Callable[[nn.Parameter], bool], *, on_host: bool
 ) -> list[FlatParameter]:
     """Return one flat parameter for each parameter that the optimizer trains.
 
     Args:
         optimizer: Optimizer of the parameters.
         gradient: Function that returns a parameter's reduced gradient.
-        counted: Function that returns whether this rank adds a parameter's gradient to its part of the norm.
+        is_owner: Function that returns whether this rank adds a parameter's gradient to its part of the norm.
         on_host: If true, the optimizer works on copies in host memory of parameters that are on a device.
     """
     return [
-        _made(p, partial(gradient, p), ((p, 0, p.numel(), 0),), number, counted(p), on_host=on_host)
+        _made(p, partial(gradient, p), ((p, 0, p.numel(), 0),), number, is_owner(p), on_host=on_host)
         for number, settings in enumerate(optimizer.param_groups)
         for p in settings["params"]
         if p.requires_grad
@@ -112,7 +112,7 @@ def sharded_flat_parameters(
     share: int,
     own: Callable[[int, int, int], torch.Tensor],
     gradient: Callable[[int, int, int], torch.Tensor],
-    counted: Callable[[nn.Parameter], bool],
+    is_owner: Callable[[nn.Parameter], bool],
     *,
     on_host: bool = False,
     gathered: bool = False,
@@ -126,7 +126,7 @@ def sharded_flat_parameters(
         own: Function `own(group, lo, hi)` that returns elements [lo, hi) of a group's parameters as a view.
         gradient: Function `gradient(group, lo, hi)` that returns elements [lo, hi) of a group's reduced gradients as a
             view.
-        counted: Function that returns whether this rank adds a parameter's gradient to its part of the norm.
+        is_owner: Function that returns whether this rank adds a parameter's gradient to its part of the norm.
         on_host: If true, the optimizer works on copies in host memory of parameters that are on a device.
         gathered: If true, an optimizer that needs whole parameters is accepted, because ranks gather them.
 
@@ -138,11 +138,11 @@ def sharded_flat_parameters(
     flat_parameters = []
     for bucket, (g, b) in enumerate(numbered(groups)):
         first, last = groups[g].layout.share(b, share)
-        for lo, hi, number, count, contents in _stretches(groups[g], first, last, settings_of, counted):
+        for lo, hi, number, owned, contents in _stretches(groups[g], first, last, settings_of, is_owner):
             if number < 0:  # the optimizer does not have these parameters
                 continue
             giving = _giving(gradient(g, lo, hi))
-            flat_parameters.append(_made(own(g, lo, hi), giving, contents, number, count, bucket, on_host=on_host))
+            flat_parameters.append(_made(own(g, lo, hi), giving, contents, number, owned, bucket, on_host=on_host))
     return flat_parameters
 
 
@@ -165,15 +165,19 @@ def _made(
 
 
 def _stretches(
-    group: FlatGroup, lo: int, hi: int, settings_of: Mapping[nn.Parameter, int], counted: Callable[[nn.Parameter], bool]
+    group: FlatGroup,
+    lo: int,
+    hi: int,
+    settings_of: Mapping[nn.Parameter, int],
+    is_owner: Callable[[nn.Parameter], bool],
 ) -> list[tuple[int, int, int, bool, tuple[tuple[nn.Parameter, int, int, int], ...]]]:
-    """Divide [lo, hi) where the settings change; return (first, last, settings, counted, contents) for each stretch."""
+    """Divide [lo, hi) where the settings change; return (first, last, settings, owned, contents) for each stretch."""
     stretches: list[tuple[int, int, int, bool, tuple[tuple[nn.Parameter, int, int, int], ...]]] = []
     pieces = group.layout.within(lo, hi)
     for at, (n, first, last, offset) in enumerate(pieces):
         parameter = group.parameters[n]
         end = pieces[at + 1][3] if at + 1 < len(pieces) else hi
-        key = (settings_of.get(parameter, -1), counted(parameter))
+        key = (settings_of.get(parameter, -1), is_owner(parameter))
         if stretches and stretches[-1][2:4] == key:
             begin, _, _, _, contents = stretches.pop()
         else:

@@ -125,7 +125,7 @@ class Sharding:
         self.reducer = Reducer(gradients, names, whose, unused_allowed=True, forget_unused=not self.stage.states)
         if self.stage.states:
             self.reducer.used = set()
-        self.flat_parameters = self._flat_parameters(lambda p: self.owners[p].first)
+        self.flat_parameters = self._flat_parameters(lambda p: self.owners[p].is_owner)
         if self.stage.states or any(s.stored is not None for s in self.flat_parameters):
             hand_over(optimizer, self.flat_parameters)
         elif not has_stepped(optimizer):
@@ -229,7 +229,7 @@ class Sharding:
             return ShardedGradients(self.groups, reduction, dtype=self.reduce_dtype, taken=taken)
         return WholeGradients(self.groups, reduction, sharded=self.stage.states, dtype=self.reduce_dtype)
 
-    def _flat_parameters(self, counted: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
+    def _flat_parameters(self, is_owner: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
         """Return the flat parameters that this rank's optimizer updates."""
         on_host = bool(self.parallel.offload)  # also on the way to files
         if self.stage.states:
@@ -240,14 +240,14 @@ class Sharding:
                 self.shard.rank,
                 share_of,
                 gradient,
-                counted,
+                is_owner,
                 on_host=on_host,
                 gathered=True,
             )
         gradient_of: GradientOf = attrgetter("grad")
         if self.reduce_dtype is not None:  # gradients in another dtype are not in `.grad`
             gradient_of = self.gradient_views().__getitem__
-        return replicated_flat_parameters(self.optimizer, gradient_of, counted, on_host=on_host)
+        return replicated_flat_parameters(self.optimizer, gradient_of, is_owner, on_host=on_host)
 
     def gradient_views(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the place of each parameter's gradient as a view. Every rank must keep all gradients."""

@@ -39,8 +39,8 @@ class Updater:
         self._sharding, self._axes = sharding, list(axes)
         self._at_once = _let_gather(sharding, dividing)  # such an optimizer needs equally many steps on every rank
         # true if this rank counts every parameter of its groups, so that the norm is over all gradients
-        counted = {p for s in sharding.flat_parameters if s.counted for p, *_ in s.contents}
-        self._all = counted == {p for group in sharding.groups for p in group.parameters}
+        owned = {p for s in sharding.flat_parameters if s.is_owner for p, *_ in s.contents}
+        self._all = owned == {p for group in sharding.groups for p in group.parameters}
         self._unused: set[nn.Parameter] = set()  # parameters that no rank used in this step
         self._parts = self._parts_of_norm()
         self._on_device = all(is_accelerator(s.value.device) for s in sharding.flat_parameters)
@@ -72,7 +72,7 @@ class Updater:
         if sharding.config.run.reproducible:
             return torch.tensor([self._exact_squares()], dtype=torch.float64)
         gradients = self._parts or [
-            g for s in sharding.flat_parameters if s.counted and (g := s.gradient()) is not None
+            g for s in sharding.flat_parameters if s.is_owner and (g := s.gradient()) is not None
         ]
         total = torch.zeros(1, dtype=torch.float64, device=sharding.groups[0].device)
         if gradients:

@@ -138,7 +138,7 @@ def all_cores() -> Iterator[None]:
 def _lead(cores: list[int], plan: _Plan) -> int:
     """Fork a process for each core, send the time to begin, and print the results. Returns the exit code."""
     torch.set_num_threads(1)
-    _update(1)()  # the imports of the first optimizer take seconds
+    _make_update(1)()  # the imports of the first optimizer take seconds
     workers: list[tuple[TextIO, TextIO]] = []
     for number, core in enumerate(cores):
         (hear, say), (listen, tell) = os.pipe(), os.pipe()
@@ -194,15 +194,15 @@ def _work(first: bool, cores: list[int], plan: _Plan, orders: TextIO, answers: T
 def _tasks(plan: _Plan, copy: Callable[[], object], cores: list[int]) -> Iterator[Task]:
     yield COPY_ALONE, lambda: copy
     yield COPY, lambda: copy
-    yield UPDATE, partial(_update, plan.updated)
+    yield UPDATE, partial(_make_update, plan.updated)
     for precision in PRECISIONS:
         for size in plan.sizes:
-            yield f"{precision} {size}", partial(product, precision, size)
+            yield f"{precision} {size}", partial(make_product, precision, size)
 
     def threaded() -> Callable[[], object]:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
-        return product("fp32", plan.threaded)
+        return make_product("fp32", plan.threaded)
 
     yield THREADS, threaded
 
@@ -223,7 +223,7 @@ def _seconds(call: Callable[[], object], interval: float, clock: Callable[[], fl
     return taken
 
 
-def product(precision: str, size: int, device: torch.device | str = "cpu") -> Callable[[], object]:
+def make_product(precision: str, size: int, device: torch.device | str = "cpu") -> Callable[[], object]:
     """Return a function that multiplies two square matrices.
 
     Args:
@@ -235,7 +235,7 @@ def product(precision: str, size: int, device: torch.device | str = "cpu") -> Ca
     return lambda: torch.mm(a, b, out=c)
 
 
-def _update(numel: int) -> Callable[[], object]:
+def _make_update(numel: int) -> Callable[[], object]:
     parameter = torch.nn.Parameter(torch.full((numel,), 0.5))
     parameter.grad = torch.full((numel,), 0.1)
     return torch.optim.AdamW([parameter], lr=1e-4, fused=True).step
@@ -284,26 +284,26 @@ def _device_speeds(device: torch.device, quick: bool) -> dict[str, Any]:
     speeds: dict[str, Any] = {"kind": device.type, "name": hardware.name(device)}
     speeds["memory"] = hardware.total_memory_bytes(device)
     source, dest = (torch.ones(numel, device=device) for _ in range(2))
-    speeds["memory_bandwidth"] = 2 * 4 * numel / _each(device, lambda: dest.copy_(source), seconds)
+    speeds["memory_bandwidth"] = 2 * 4 * numel / _seconds_each(device, lambda: dest.copy_(source), seconds)
     host = hardware.pinned([numel], torch.float32, device)
-    speeds["host_bandwidth"] = 4 * numel / _each(device, lambda: dest.copy_(host, non_blocking=True), seconds)
+    speeds["host_bandwidth"] = 4 * numel / _seconds_each(device, lambda: dest.copy_(host, non_blocking=True), seconds)
     speeds["matrix"] = {
-        precision: {n: 2.0 * n**3 / _each(device, product(precision, n, device), seconds) for n in sizes}
+        precision: {n: 2.0 * n**3 / _seconds_each(device, make_product(precision, n, device), seconds) for n in sizes}
         for precision in PRECISIONS
     }
     others = [n for n in range(hardware.count(device.type)) if n != device.index]
     if others:
         there = torch.ones(numel, device=torch.device(device.type, others[0]))
         tiny, few = there[:2], source[:2]
-        speeds["link_bandwidth"] = 4 * numel / _each(device, lambda: dest.copy_(there), seconds)
-        speeds["link_latency"] = _each(device, lambda: few.copy_(tiny), seconds)
+        speeds["link_bandwidth"] = 4 * numel / _seconds_each(device, lambda: dest.copy_(there), seconds)
+        speeds["link_latency"] = _seconds_each(device, lambda: few.copy_(tiny), seconds)
     return speeds
 
 
-def _each(device: torch.device, call: Callable[[], object], seconds: float) -> float:
+def _seconds_each(device: torch.device, call: Callable[[], object], seconds: float) -> float:
     """Return seconds per call among many that the device executes one after the other, for about `seconds` in total."""
 
-    def took(count: int) -> float:
+    def seconds_of(count: int) -> float:
         began = time.perf_counter()
         for _ in range(count):
             call()
@@ -311,10 +311,10 @@ def _each(device: torch.device, call: Callable[[], object], seconds: float) -> f
         return time.perf_counter() - began
 
     count = 1
-    while (lasted := took(count)) < seconds / 4:
+    while (lasted := seconds_of(count)) < seconds / 4:
         count *= 4
     count = max(1, round(seconds * count / lasted))
-    return took(count) / count
+    return seconds_of(count) / count
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def values_from(results: dict[int, Any], quick: bool) -> Values:
         "name": f"{first['machine'] or 'machine'}, {counted(cores, 'core')}",
         "origin": f"measured {time.strftime('%Y-%m-%d')} on {counted(nodes, 'node')}, {how}",
         "node": {"cores": cores, "memory": first["memory"]},
-        "core": dict(_of_core(first["cores"])),
+        "core": dict(_core_values(first["cores"])),
         "rank": {key: first[key] for key in ("overhead", "process") if key in first},
         "folder": first.get("folder", {}),
     }
@@ -53,15 +53,15 @@ def values_from(results: dict[int, Any], quick: bool) -> Values:
     return values
 
 
-def _of_core(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    seconds = found["seconds"]
-    if found["threads"] > 1 and f"fp32 {found['threaded']}" in seconds:
-        alone, threaded = seconds[f"fp32 {found['threaded']}"], seconds[THREADS]
-        share = (alone / threaded - 1) / (found["threads"] - 1)
+def _core_values(measurements: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    seconds = measurements["seconds"]
+    if measurements["threads"] > 1 and f"fp32 {measurements['threaded']}" in seconds:
+        alone, threaded = seconds[f"fp32 {measurements['threaded']}"], seconds[THREADS]
+        share = (alone / threaded - 1) / (measurements["threads"] - 1)
         if share >= _LEAST_SHARE:
             yield "threads", min(1.0, share)
-    yield "update_rate", found["updated"] / seconds[UPDATE]
-    yield "copy_rate", found["copied"] / seconds[COPY_ALONE]
+    yield "update_rate", measurements["updated"] / seconds[UPDATE]
+    yield "copy_rate", measurements["copied"] / seconds[COPY_ALONE]
     tables: dict[str, dict[int, float]] = {}
     for precision in PRECISIONS:
         sizes = (int(name.split()[1]) for name in seconds if name.startswith(precision))
@@ -99,7 +99,7 @@ def profile_path() -> Path:
     return table_path(machine).with_name(f"machine-{machine}.toml")
 
 
-def kept() -> Values:
+def load_profile() -> Values:
     """Return the stored profile; empty if there is no readable file."""
     path = profile_path()
     try:
@@ -108,7 +108,7 @@ def kept() -> Values:
         return {}
 
 
-def keep(values: Values) -> Path | None:
+def store_profile(values: Values) -> Path | None:
     """Store a profile in place of the previous one.
 
     Returns:
@@ -122,7 +122,7 @@ def keep(values: Values) -> Path | None:
     return None
 
 
-def tells(values: Values, world: Communicator, on_device: bool) -> bool:
+def has_sections_for(values: Values, world: Communicator, on_device: bool) -> bool:
     """Return whether a profile has all sections needed to plan for these ranks.
 
     Args:
@@ -136,7 +136,7 @@ def tells(values: Values, world: Communicator, on_device: bool) -> bool:
     return all(section in values for section in needed)
 
 
-def of_nodes(world: Communicator, effort: Effort, kind: str) -> dict[str, Any]:
+def measure_nodes(world: Communicator, effort: Effort, kind: str) -> dict[str, Any]:
     """Return the speeds and sizes of a node that do not depend on messages. Collective.
 
     Args:
@@ -152,7 +152,7 @@ def of_nodes(world: Communicator, effort: Effort, kind: str) -> dict[str, Any]:
     }
 
 
-def measured(world: Communicator, on_device: bool, kind: str) -> Values:
+def measure_and_store(world: Communicator, on_device: bool, kind: str) -> Values:
     """Return a profile with a short measurement of these ranks' nodes; rank 0 stores it. Collective.
 
     On rank 0 the measurement is merged into the stored profile.
@@ -163,12 +163,12 @@ def measured(world: Communicator, on_device: bool, kind: str) -> Values:
         kind: Kind of devices, as in run.device.
     """
     results: dict[str, Any] = {"nodes": list(world.nodes), "process": peak_memory_bytes()}
-    results |= of_nodes(world, "short", kind if on_device else "cpu")
+    results |= measure_nodes(world, "short", kind if on_device else "cpu")
     if world.size > 1:
         results["links"] = links.measure(world, quick=False)
     values = values_from({world.size: results}, quick=False)
     values["origin"] = f"measured {time.strftime('%Y-%m-%d')} at the start of a job"
     if world.rank == 0:
-        values = merge(kept(), values)
-        keep(values)
+        values = merge(load_profile(), values)
+        store_profile(values)
     return values

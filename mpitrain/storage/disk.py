@@ -42,12 +42,12 @@ def reason(error: OSError) -> str:
 
 
 @contextmanager
-def reporting(what: str, mend: str) -> Iterator[None]:
+def reporting(what: str, fix: str) -> Iterator[None]:
     """Turn an OSError raised in the `with` block into an InputError.
 
     Args:
         what: The operation that fails, such as "page x.html cannot be written".
-        mend: Advice on what to do.
+        fix: Advice on what to do.
 
     Raises:
         InputError: The block raised OSError. The message consists of both arguments and the system's reason.
@@ -55,7 +55,7 @@ def reporting(what: str, mend: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"{what} ({reason(error)}); {mend}") from None
+        raise InputError(f"{what} ({reason(error)}); {fix}") from None
 
 
 @contextmanager

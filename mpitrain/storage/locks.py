@@ -27,9 +27,9 @@ from mpitrain.storage import proc
 
 LOCK = "lock"  # the name of the lock file in a folder
 BEAT, STALE = 2.0, 12.0  # seconds
-_LOOK_EVERY = 0.25  # seconds
+_POLL_SECONDS = 0.25  # seconds
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_mine: dict[tuple[int, int], Lock] = {}  # the locks of this process, by device and inode of the lock file
+_own_locks: dict[tuple[int, int], Lock] = {}  # the locks of this process, by device and inode of the lock file
 
 
 class LockHeld(Exception):
@@ -42,11 +42,11 @@ class Lock:
     def __init__(self, descriptor: int, lease: _Lease | None) -> None:
         self._descriptor, self._lease = descriptor, lease
         self._key = _identity(os.fstat(descriptor))
-        _mine[self._key] = self
+        _own_locks[self._key] = self
 
     def close(self) -> None:
         """Release the lock. Calling it again does nothing."""
-        if _mine.pop(self._key, None) is not None:
+        if _own_locks.pop(self._key, None) is not None:
             if self._lease is not None:
                 self._lease.close()
             os.close(self._descriptor)
@@ -65,18 +65,18 @@ def take(path: Path) -> Lock:
         raise
 
 
-def keep(path: Path) -> None:
+def hold_until_exit(path: Path) -> None:
     """Acquire the lock of a lock file until this process ends; do nothing if this process already has it.
 
     Raises LockHeld, OSError.
     """
     with suppress(FileNotFoundError):
-        if _identity(os.stat(path)) in _mine:
+        if _identity(os.stat(path)) in _own_locks:
             return
     take(path)
 
 
-def seen_held(path: Path) -> bool | None:
+def is_held(path: Path) -> bool | None:
     """Return whether a process of this machine holds the lock of a lock file.
 
     The lock is not taken, not even for a moment.
@@ -97,7 +97,7 @@ def seen_held(path: Path) -> bool | None:
     return any(_may_have_open(pid, status) for pid in holders)
 
 
-def _may_have_open(pid: str, wanted: os.stat_result) -> bool:
+def _may_have_open(pid: str, status: os.stat_result) -> bool:
     """Return True if a process has a file open, or if we may not look.
 
     The check is needed because inode numbers are unique only within one file system.
@@ -105,7 +105,7 @@ def _may_have_open(pid: str, wanted: os.stat_result) -> bool:
     try:
         for name in os.listdir(f"/proc/{pid}/fd"):
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.stat(f"/proc/{pid}/fd/{name}"), wanted):
+                if os.path.samestat(os.stat(f"/proc/{pid}/fd/{name}"), status):
                     return True
     except FileNotFoundError:
         return False
@@ -115,7 +115,7 @@ def _may_have_open(pid: str, wanted: os.stat_result) -> bool:
 
 
 @contextmanager
-def waiting(path: Path) -> Iterator[bool]:
+def wait_for(path: Path) -> Iterator[bool]:
     """Wait for the lock of a lock file and hold it during the `with` block; afterwards the file is removed.
 
     Yields:
@@ -162,7 +162,7 @@ class _Lease:
                 self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
                 break
             except FileExistsError:
-                _await_end(path)
+                _wait_until_free(path)
         os.write(self._descriptor, json.dumps([*_this_process(), secrets.token_hex(8)]).encode())
         self._ended = threading.Event()
         threading.Thread(target=self._beat, name="mpitrain-lease", daemon=True).start()
@@ -179,7 +179,7 @@ class _Lease:
         self._ended.set()
 
 
-def _await_end(path: Path) -> None:
+def _wait_until_free(path: Path) -> None:
     """Wait until the lease is free or stale, and remove a stale one. Raises LockHeld if its holder is alive."""
     first = _read(path)
     if first is None:
@@ -187,7 +187,7 @@ def _await_end(path: Path) -> None:
     if not _is_dead(first[0]):
         deadline = time.monotonic() + STALE
         while time.monotonic() < deadline:
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_POLL_SECONDS)
             now = _read(path)
             if now is None:
                 return
@@ -212,13 +212,13 @@ def _read(path: Path) -> tuple[bytes, int] | None:
         return None
 
 
-def _is_dead(said: bytes) -> bool:
+def _is_dead(content: bytes) -> bool:
     """Return True if the lease's holder is known to have ended.
 
     Only processes in the same PID namespace can be seen.
     """
     try:
-        boot, namespace, pid, start, _ = json.loads(said)
+        boot, namespace, pid, start, _ = json.loads(content)
     except (ValueError, TypeError):
         return False
     here = _this_process()

@@ -46,7 +46,7 @@ def rank_paths(folder: Path, ending: str) -> list[Path]:
     return sorted(folder.glob(f"rank-[0-9]*.{ending}"))
 
 
-def writing(what: str) -> AbstractContextManager[None]:
+def report_unwritable(what: str) -> AbstractContextManager[None]:
     """Return a context that turns an OSError into an InputError for a file of a run folder.
 
     Args:

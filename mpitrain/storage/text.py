@@ -60,7 +60,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
-def lasting(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Return a duration as text, such as 0.045 s, 2.1 s, 12 minutes, 4.3 hours or 45 days."""
     units = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
     size, unit = next((each for each in units if seconds / each[0] >= 2.0), (1.0, "s"))
@@ -88,7 +88,7 @@ def rates_text(samples: float, tokens: float) -> str:
     return f"{short(samples)} samples/s" + (f" ({short(tokens)} tokens/s)" if tokens else "") + " in steps"
 
 
-def spoken(figure: str) -> str:
+def with_spaces(figure: str) -> str:
     """Return the name of a figure with spaces instead of underscores: token_accuracy becomes "token accuracy".
 
     The name of a data set after " of ", as in "loss of my_set", is kept unchanged.
@@ -97,7 +97,7 @@ def spoken(figure: str) -> str:
     return name.replace("_", " ") + separator + data_set
 
 
-def aligned(rows: list[tuple[str, str]]) -> str:
+def align_rows(rows: list[tuple[str, str]]) -> str:
     """Return lines `  label   text`, one for each row, with the texts aligned in a column."""
     rows = [(printable(label, _LONGEST), printable(text, _LONGEST)) for label, text in rows]
     width = max(len(label) for label, _ in rows)

@@ -32,8 +32,8 @@ import torch
 
 from mpitrain.checkpoint import Manifest, Part, Store, TensorSpec
 from mpitrain.checkpoint.manifest import DTYPES, Extent, decode_extent, decode_piece, encode_extent, encode_piece
-from mpitrain.checkpoint.reading import Block, plan, settle
-from mpitrain.checkpoint.store import Snapshot, needed
+from mpitrain.checkpoint.reading import Block, plan, wait_for_copies
+from mpitrain.checkpoint.store import Snapshot, snapshot_bytes
 from mpitrain.comm import Communicator
 from mpitrain.comm.faults import ulfm
 from mpitrain.comm.job.abort import exit_code, say
@@ -75,7 +75,7 @@ class PeerCopy:
     def fill(self, snapshot: Snapshot, parts: Sequence[Part], values: dict[str, Any], owner: int) -> None:
         copies = snapshot.copy(parts)
         self.memory, self.values, self.owner = torch.empty(0, dtype=torch.uint8), values, owner
-        if nbytes := needed(copies):  # all copies share one storage
+        if nbytes := snapshot_bytes(copies):  # all copies share one storage
             storage: Any = copies[0].data.untyped_storage()
             self.memory.set_(storage, 0, (nbytes,), (1,))
         listed = []  # shape and type of each part's tensor, and its extent
@@ -289,7 +289,7 @@ def fetch(
         for use in block.uses:
             use.copy(data)
         begin += block.size
-    settle(blocks)
+    wait_for_copies(blocks)
 
 
 def _swap(world: Communicator, x: torch.Tensor, dest: int, out: torch.Tensor, source: int) -> None:

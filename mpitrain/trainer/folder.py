@@ -24,7 +24,7 @@ from mpitrain.monitor import open_rank_log
 from mpitrain.monitor.logs import keep_rank_log
 from mpitrain.storage import locks
 from mpitrain.storage.disk import free_name, reporting, write_whole
-from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG, EVENTS, LOGS, rank_paths, writing
+from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG, EVENTS, LOGS, rank_paths, report_unwritable
 
 RUNS = Path("runs")  # parent of run folders whose name is not given
 AGAIN = "MPITRAIN_AGAIN"  # command by which a script of jobs/ was called, if it started this process
@@ -178,7 +178,7 @@ class RunFolder:
     def write_config(self, config: Config) -> None:
         """Write the resolved settings; an existing file with other contents is renamed to a free name."""
         path, text = self.path / CONFIG, config.to_toml()
-        with writing(str(path)):
+        with report_unwritable(str(path)):
             if os.path.lexists(path) and not _is_resolved(path):
                 os.rename(path, free_name(path))
             write_whole(path, text)
@@ -188,7 +188,7 @@ class RunFolder:
         if source is None:
             return
         path = self.path / TOKENIZER
-        with writing(str(path)):
+        with report_unwritable(str(path)):
             text = source.read_bytes()
             if path.is_file() and path.read_bytes() == text:
                 return

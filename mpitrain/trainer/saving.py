@@ -42,7 +42,7 @@ from mpitrain.checkpoint import Manifest, Part, folders
 from mpitrain.config.settings import Config
 from mpitrain.errors import CheckpointError, refusal
 from mpitrain.loading import require_same_model
-from mpitrain.storage.text import counted, lasting
+from mpitrain.storage.text import counted, duration_text
 from mpitrain.trainer.run import Callback, Restored, Run, Step
 
 _FIRST = 20  # steps before the first save: few enough to lose, many enough that the save costs little in comparison
@@ -118,11 +118,11 @@ class SaveSchedule(Callback):
         if self._told / _NEWS < every < self._told * _NEWS:
             return every, ""
         self._told = every
-        cost = f"a save {'holds training up for' if section.background else 'takes'} {lasting(save_seconds)}"
+        cost = f"a save {'holds training up for' if section.background else 'takes'} {duration_text(save_seconds)}"
         if every > steps_between(save_seconds, step_seconds, mtbf):
-            cost += f" and is written in {lasting(least)}"
+            cost += f" and is written in {duration_text(least)}"
         who = "this node" if nodes == 1 else f"of {nodes} nodes one"
-        why = f"{cost}, and {who} fails every {lasting(mtbf)} (Daly 2006)"
+        why = f"{cost}, and {who} fails every {duration_text(mtbf)} (Daly 2006)"
         return every, f"checkpoints every {counted(every, 'step')}: {why}"
 
 

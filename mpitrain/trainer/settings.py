@@ -27,7 +27,7 @@ from mpitrain.planner.machine import profile_of as profile_of_values
 from mpitrain.planner.subject import description_of
 from mpitrain.speeds import kept
 from mpitrain.speeds.cores import all_cores
-from mpitrain.storage.text import lasting
+from mpitrain.storage.text import duration_text
 
 _MEASURING = 5.0  # seconds, after which costs of divided models are estimated from the measured ones
 _TAG = 31_600  # differs from the tags of training's messages
@@ -61,7 +61,7 @@ def with_planned_layout(config: Config, world: Communicator, device: torch.devic
         world, lambda: _chosen(config, rules, machine(), world.num_nodes, each, on_device)
     )
     if world.rank == 0:
-        print(f"parallel.auto: {text} (planned in {lasting(time.perf_counter() - began)})", flush=True)
+        print(f"parallel.auto: {text} (planned in {duration_text(time.perf_counter() - began)})", flush=True)
     return Config.from_dict(values, "parallel.auto")
 
 
@@ -116,7 +116,7 @@ def _chosen(
     if config.elastic.mode == "shrink" and "data" not in requested:
         values["parallel"]["data"] = "auto"  # fewer if ranks are lost
     values["parallel"]["auto"] = False
-    return values, f"{layout_text(chosen.layout)}, predicted {lasting(chosen.seconds)} a step"
+    return values, f"{layout_text(chosen.layout)}, predicted {duration_text(chosen.seconds)} a step"
 
 
 def _machine(config: Config, world: Communicator, device: torch.device) -> Callable[[], MachineProfile]:
@@ -124,9 +124,9 @@ def _machine(config: Config, world: Communicator, device: torch.device) -> Calla
     file, on_device = config.parallel.machine, devices.is_accelerator(device)
     if file:
         return lambda: fitting(read_machine(file), f"parallel.machine {file}", config.run.device, device)
-    values = kept.kept() if world.rank == 0 else {}
-    if not world.on_root(lambda: kept.tells(values, world, on_device)):
-        values = kept.measured(world, on_device, config.run.device)
+    values = kept.load_profile() if world.rank == 0 else {}
+    if not world.on_root(lambda: kept.has_sections_for(values, world, on_device)):
+        values = kept.measure_and_store(world, on_device, config.run.device)
     if not on_device:
         values = {name: value for name, value in values.items() if name != "device"}
     return lambda: profile_of_values(values, str(kept.profile_path()))

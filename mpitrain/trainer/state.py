@@ -103,7 +103,7 @@ class EngineState:
         for name, buffer in self._sharding.module.named_buffers():
             if name in saved_names:
                 owner = self._division.owner(name, buffer)
-                holdings.append(Holding(MODEL + name, owner.slice, 0, buffer.numel(), buffer, owner.first))
+                holdings.append(Holding(MODEL + name, owner.slice, 0, buffer.numel(), buffer, owner.is_owner))
         return holdings
 
     def _shares(self) -> list[Holding]:
@@ -153,7 +153,9 @@ class EngineState:
     def trained(self) -> int:
         """Return the number of elements of trained parameters that the data-parallel ranks write altogether."""
         groups = self._sharding.groups
-        return sum(self._owners[p].slice.numel for group in groups for p in group.parameters if self._owners[p].first)
+        return sum(
+            self._owners[p].slice.numel for group in groups for p in group.parameters if self._owners[p].is_owner
+        )
 
     def holding(self, prefix: str, parameter: nn.Parameter, first: int, last: int, data: torch.Tensor) -> Holding:
         """Return elements [first, last) of this rank's part of a parameter, or of a tensor with the same layout.
@@ -166,7 +168,7 @@ class EngineState:
             data: These elements.
         """
         owner = self._owners[parameter]
-        return Holding(prefix + self._names[parameter], owner.slice, first, last, data, owner.first)
+        return Holding(prefix + self._names[parameter], owner.slice, first, last, data, owner.is_owner)
 
     # -- writing
 
@@ -212,7 +214,7 @@ class EngineState:
                     name = self._names[p]
                     if torch.is_tensor(value):
                         if self._elementwise(key, flat_parameter) is None and first == 0:
-                            part, written = Slice.whole(value.shape), self._owners[p].leads
+                            part, written = Slice.whole(value.shape), self._owners[p].is_leader
                             tensors.append(Holding(f"{OPTIMIZER}{key}/{name}", part, 0, part.numel, value, written))
                     elif value is None or isinstance(value, (bool, int, float, str)):
                         values.setdefault(name, {})[key] = value

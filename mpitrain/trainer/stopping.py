@@ -31,7 +31,7 @@ from mpitrain.checkpoint import NON_FINITE_SINCE
 from mpitrain.checkpoint.folders import is_checkpoint
 from mpitrain.errors import NothingLearned, refusal
 from mpitrain.monitor.run_files import HELD_OUT
-from mpitrain.storage.text import counted, spoken
+from mpitrain.storage.text import counted, with_spaces
 from mpitrain.trainer.engine import LossScale
 from mpitrain.trainer.held_out.measuring import DIRECTION, LOSS
 from mpitrain.trainer.optimizing import PLATEAU, PlateauSchedule
@@ -63,7 +63,7 @@ class StopInTime(Callback):
         self._margin, self._longest = trainer.config.run.stop_before, 0.0  # long steps or saves extend the margin
         self._file, self._asked = None, ""
         self._handlers = {n: signal.signal(n, self._ask) for n in (signal.SIGUSR1, signal.SIGTERM)}
-        self._asked = self._asked or early.asked()
+        self._asked = self._asked or early.received_signal()
 
     def _ask(self, number: int, frame: object) -> None:
         self._asked = signal.Signals(number).name  # a handler should do no more than this
@@ -393,7 +393,7 @@ class BestCheckpoint(Callback):
 
 
 def words(name: str) -> str:
-    return f"held-out {spoken(name)}"
+    return f"held-out {with_spaces(name)}"
 
 
 def higher(trainer: Run, key: str, name: str) -> bool:

@@ -24,14 +24,20 @@ from typing import Any
 
 import torch
 
-from mpitrain.checkpoint.contents import load_tensor, whole
-from mpitrain.checkpoint.convert import import_weights, make_first, os_errors, read_tensors, write_safetensors
+from mpitrain.checkpoint.contents import complete_manifest, load_tensor
+from mpitrain.checkpoint.convert import (
+    import_weights,
+    make_first_checkpoint,
+    os_errors,
+    read_tensors,
+    write_safetensors,
+)
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest
 from mpitrain.config.preset import CONFIG_JSON, config_json, form_of, preset_values
 from mpitrain.config.settings import Config
 from mpitrain.data.format import TOKENIZER
 from mpitrain.errors import InputError
-from mpitrain.loading import BASE, TASK, saved_in
+from mpitrain.loading import BASE, TASK, read_saved_model
 from mpitrain.models.hugging_face import PREFIX, Facade, save_folder
 from mpitrain.planner.machine import size_of
 from mpitrain.planner.subject import Subject, description_of
@@ -195,7 +201,9 @@ def import_folder(source: Path, run: Path, arguments: Sequence[str]) -> Path:
     size = sum(file.stat().st_size for file in files)
     with kept_settings(run, config):
         _copy_tokenizer(source, run)
-        return make_first(run / CHECKPOINTS, source, ours, size, {"task": _task(config, model["vocabulary"])})
+        return make_first_checkpoint(
+            run / CHECKPOINTS, source, ours, size, {"task": _task(config, model["vocabulary"])}
+        )
 
 
 def export_folder(folder: Path, out: Path, shard: str) -> int:
@@ -215,7 +223,7 @@ def export_folder(folder: Path, out: Path, shard: str) -> int:
         CheckpointError: If the checkpoint is not complete.
     """
     require_new(out)
-    most, manifest = max(1, int(size_of(shard, "--shard-size"))), whole(folder)
+    most, manifest = max(1, int(size_of(shard, "--shard-size"))), complete_manifest(folder)
     if str(((manifest.values.get(TASK) or {}).get("model") or {}).get("factory", "")).startswith(PREFIX):
         return _export_theirs(folder, out, most)
     model, vocabulary = _model_of(folder, manifest)
@@ -250,7 +258,7 @@ def export_folder(folder: Path, out: Path, shard: str) -> int:
 
 def _export_theirs(folder: Path, out: Path, most: int) -> int:
     """Write a checkpoint of a transformers model as `save_pretrained` does, and return the number of tensors."""
-    saved = saved_in(folder)
+    saved = read_saved_model(folder)
     if isinstance(saved.manifest.values.get(BASE), dict):
         raise InputError(
             f"{folder} holds adapters alone; python -m mpitrain.adapters merge {saved.run} {out} writes the model with "

@@ -1,6 +1,6 @@
 """Tensors on a device over this backend: work queued before and after an operation stays in order.
 
-The pretend accelerator runs nothing until something waits for it, so that an event too few gives wrong numbers.
+The simulated accelerator runs nothing until something waits for it, so that an event too few gives wrong numbers.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from checkpoint_states import empty, in_boxes, in_shares, in_slices, same, small
 
 import mpitrain
 from mpitrain.checkpoint import Store
-from mpitrain.checkpoint.contents import damages
+from mpitrain.checkpoint.contents import damaged_places
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.storage.disk import begin_folder
 
@@ -97,7 +97,7 @@ def damaged(world, folder, seed, cases):
         assert same(filled, expected) and loaded.values == {"position": loaded.step}, f"WRONG LOAD, {case}"
         if loaded.step == 3:  # what was damaged is not restored from
             assert not reasons, case
-            messages = world.on_root(lambda work=work: list(damages(work / "step-00000003")))
+            messages = world.on_root(lambda work=work: list(damaged_places(work / "step-00000003")))
             assert bool(messages) == changed and all(name in text for text in messages), f"{case}: {messages}"
         else:
             assert loaded.step == 2 and changed and len(reasons) == 1 and name in reasons[0], case

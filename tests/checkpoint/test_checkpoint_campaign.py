@@ -15,7 +15,7 @@ import pytest
 import torch
 from support import clean_environment, job, launcher
 
-from mpitrain.checkpoint.contents import damages, load_tensor
+from mpitrain.checkpoint.contents import damaged_places, load_tensor
 from mpitrain.checkpoint.folders import finished_steps
 from mpitrain.checkpoint.manifest import read_manifest
 
@@ -87,7 +87,7 @@ def test_a_save_killed_at_random_moments_leaves_whole_checkpoints_alone(tmp_path
         assert steps and steps[0] >= reached, f"kill {number}: {steps} after {reached}"
         for step in steps:
             folder = tmp_path / "c" / f"step-{step:08d}"
-            assert list(damages(folder)) == [], f"kill {number}"
+            assert list(damaged_places(folder)) == [], f"kill {number}"
             manifest = read_manifest(folder)
             assert manifest.step == step == manifest.values["position"]
             for name, tensor in state(step).items():

@@ -16,7 +16,7 @@ import torch
 from support import little_memory, one_line
 
 from mpitrain.checkpoint.__main__ import main
-from mpitrain.checkpoint.contents import damages, load_tensor
+from mpitrain.checkpoint.contents import damaged_places, load_tensor
 from mpitrain.checkpoint.convert import export, import_weights
 from mpitrain.checkpoint.folders import point_to
 from mpitrain.checkpoint.manifest import MANIFEST, NEWER, read_manifest
@@ -169,7 +169,7 @@ def test_odd_but_honest_weights_come_in_and_go_out(tmp_path):
     }  # fmt: skip
     torch.save(tensors, tmp_path / "w.pt")
     folder = import_weights(tmp_path / "w.pt", tmp_path / "run/checkpoints")
-    assert not list(damages(folder))
+    assert not list(damaged_places(folder))
     export(folder, tmp_path / "again.pt")
     again = torch.load(tmp_path / "again.pt", weights_only=True)
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items()) and len(again) == len(tensors)
@@ -224,7 +224,7 @@ def use(folder, out):
     """Call everything that reads a manifest; return the first refusal."""
     try:
         manifest = read_manifest(folder)
-        list(damages(folder))
+        list(damaged_places(folder))
         for name in manifest.tensors:
             load_tensor(folder, manifest, name)
         export(folder, out)

@@ -13,7 +13,7 @@ import pytest
 from checkpoint_states import empty, in_shares, in_slices, same, small_tensors, whole_parts
 
 from mpitrain.checkpoint import Store
-from mpitrain.checkpoint.contents import has_whole_tensors
+from mpitrain.checkpoint.contents import has_intact_tensors
 from mpitrain.checkpoint.manifest import ParitySet, read_manifest
 from mpitrain.checkpoint.parity import parity_sets, partner_copies, segment
 from mpitrain.errors import CheckpointError, InputError
@@ -170,7 +170,7 @@ def test_flipped_bits_are_repaired_from_what_other_nodes_have_or_refused(world, 
     assert store.load(path, lambda manifest: filled).step == 5 and same(filled, parts)
     assert [text.split()[0] for text in store.repairs] == [str(path / name)]
     if world.rank == 1:  # on the disk too, but for HDF5's structure nothing is left of the damage
-        assert has_whole_tensors(path, read_manifest(path), name) and len((path / name).read_bytes()) == len(before)
+        assert has_intact_tensors(path, read_manifest(path), name) and len((path / name).read_bytes()) == len(before)
     protection = "parity-00000-00000.bin" if redundancy == "xor" else name
     holder = 0 if redundancy == "xor" else 2
     _flip(world, path / protection, holder)  # what protects it alone is no harm

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from mpitrain.checkpoint import Store
 from mpitrain.checkpoint.manifest import HASHED, read_manifest
-from mpitrain.checkpoint.reading import SLOT, loads
+from mpitrain.checkpoint.reading import SLOT, pack_into_loads
 from mpitrain.errors import CheckpointError
 
 
 @given(st.lists(st.integers(1, HASHED)))
 def test_loads_hold_every_block_once_in_order_without_overlap(sizes):
-    packed = loads(sizes)
+    packed = pack_into_loads(sizes)
     assert [number for load in packed for number, _ in load] == list(range(len(sizes)))
     for load in packed:
         end = 0

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs from Debian what the tests of clusters need (Slurm and munge, `ip` and `tc`, h5dump, a C compiler for a slow
-# link where the kernel has no netem), a C++ compiler for the pretend accelerator, and a browser for the report's page. Does nothing where it is there already; without root or apt-get it says so and those tests skip.
+# link where the kernel has no netem), a C++ compiler for the simulated accelerator, and a browser for the report's page. Does nothing where it is there already; without root or apt-get it says so and those tests skip.
 set -uo pipefail
 packages=()
 command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v srun >/dev/null || packages+=(slurm-wlm)

@@ -26,7 +26,7 @@ from kill_cases import EVERY, SNAPSHOT, STEPS, Case, cases
 from kill_points import COMMIT, MOMENTS, PRUNING, SAID, Kill, job_arguments, notes, reached
 from support import clean_environment, launcher, train_command
 
-from mpitrain.checkpoint.contents import damages, differences
+from mpitrain.checkpoint.contents import damaged_places, differences
 from mpitrain.checkpoint.folders import finished_steps, folder_name
 from mpitrain.checkpoint.manifest import read_manifest
 from mpitrain.data import open_dataset
@@ -195,7 +195,7 @@ def try_case(jobs: Jobs, case: Case) -> None:
         _check_checkpoints(case, run, reference, spoiled)
         if case.damaged and spoiled is None:
             spoiled = _damage_newest(run / "checkpoints")
-    whole = [step for step in finished_steps(run / "checkpoints") if not list(damages(_checkpoint(run, step)))]
+    whole = [step for step in finished_steps(run / "checkpoints") if not list(damaged_places(_checkpoint(run, step)))]
     ended = jobs.train(case, case.then, keep, run)
     assert ended.code == 0, f"{case}: the restarted job failed: {ended}"
     went_on = [line.rpartition("/")[2] for line in ended.out.splitlines() if line.startswith("resumed from")]
@@ -236,7 +236,7 @@ def _check_checkpoints(case: Case, run: Path, reference: Path, spoiled: Path | N
     """Check that every finished checkpoint has the bits of the undisturbed job's checkpoint of the same step."""
     for step in finished_steps(run / "checkpoints"):
         folder, theirs = _checkpoint(run, step), _checkpoint(reference, step)
-        wrong = list(damages(folder))
+        wrong = list(damaged_places(folder))
         if folder == spoiled and wrong:
             continue
         assert not wrong, f"{case}: {wrong}"
@@ -254,7 +254,7 @@ def _damage_newest(checkpoints: Path) -> Path:
         byte = file.read(1)[0]
         file.seek(extent.offset)
         file.write(bytes([byte ^ 1]))
-    assert list(damages(folder))
+    assert list(damaged_places(folder))
     return folder
 
 

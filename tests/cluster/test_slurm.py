@@ -239,7 +239,7 @@ def test_a_job_with_a_wrong_setting_ends_at_once(slurm, tmp_path):
 )
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 def test_each_rank_of_a_job_has_a_device_of_its_own(slurm_with_devices, device, tmp_path, options):
-    """Slurm assigns devices by CUDA_VISIBLE_DEVICES; the pretend accelerator is set to the same devices."""
+    """Slurm assigns devices by CUDA_VISIBLE_DEVICES; the simulated accelerator is set to the same devices."""
     training = Training(tmp_path, slurm_with_devices, steps=2, seconds=0)
     (tmp_path / "sitecustomize.py").write_text(
         "import os\nos.environ['PRETEND_VISIBLE_DEVICES'] = os.environ.get('CUDA_VISIBLE_DEVICES', '')\n"

@@ -1,4 +1,4 @@
-"""Fixtures that run a test in host memory, and on the pretend accelerator with each way of carrying device memory."""
+"""Fixtures that run a test in host memory, and on the simulated accelerator with each way of carrying device memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Device work queued before and after an operation stays in order, for each way of carrying device memory.
 
-The pretend accelerator runs nothing until something waits for it, so that a wait too few gives wrong numbers.
+The simulated accelerator runs nothing until something waits for it, so that a wait too few gives wrong numbers.
 `tests/test_synchronizations.py` takes each wait away in turn, and expects a test to fail.
 """
 

@@ -1,4 +1,4 @@
-"""Ways of carrying device memory that can be tested on the pretend accelerator."""
+"""Ways of carrying device memory that can be tested on the simulated accelerator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WAYS = ("staged", "mpi", "peer")
 
 
 def take_device_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make MPI read and write the pretend accelerator's memory by its device addresses."""
+    """Make MPI read and write the simulated accelerator's memory by its device addresses."""
 
     def translated(memory_at: Callable[[int, int], object]) -> Callable[[int, int], object]:
         def at(address: int, nbytes: int) -> object:

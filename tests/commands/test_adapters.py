@@ -102,8 +102,8 @@ def test_a_whole_model_of_hugging_face_is_loaded_with_what_it_was_trained_to(pla
     assert forked.run("train", *arguments, "--optim.lr", 0.1, cwd=place).returncode == 0
     base = AutoModelForCausalLM.from_pretrained(place / family, local_files_only=True)
     trained = load_model(place / f"whole-{family}")
-    stored = contents.only(place / f"whole-{family}")
-    manifest = contents.whole(stored)
+    stored = contents.resolve(place / f"whole-{family}")
+    manifest = contents.complete_manifest(stored)
     for name, tensor in trained.state_dict().items():
         saved = manifest.values["tied"].get(name, name)
         assert torch.equal(tensor, contents.load_tensor(stored, manifest, f"model/{saved}"))

@@ -408,7 +408,7 @@ def test_the_lock_survives_that_its_file_is_removed_meanwhile(root, monkeypatch)
             (root / ".made.lock").touch()
 
     monkeypatch.setattr(fcntl, "flock", removed_once)
-    with locks.waiting(root / ".made.lock") as is_locked:
+    with locks.wait_for(root / ".made.lock") as is_locked:
         assert is_locked
         assert (root / ".made.lock").stat().st_ino == opened[-1]
     assert len(opened) == 2

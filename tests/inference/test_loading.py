@@ -183,7 +183,7 @@ def test_of_a_run_the_newest_whole_checkpoint_is_taken_and_a_step_is_taken_as_it
         warnings.simplefilter("error")
         expected = load_model(first).state_dict()
         assert not torch.equal(load_model(run).state_dict()["norm.bias"], expected["norm.bias"])
-    manifest = contents.whole(last)
+    manifest = contents.complete_manifest(last)
     extent = manifest.extents_of["model/norm.bias"][0]
     with open(last / extent.file, "r+b") as file:
         file.seek(extent.offset)

@@ -36,15 +36,15 @@ def test_the_first_rank_of_an_axis_acts_for_what_all_have_and_each_for_its_part(
     for name in records[0]:
         divided = name.startswith("0.")
         assert [of[name].divided for of in records] == [("rows",) if divided else ()] * 2
-        assert [of[name].first for of in records] == [True, divided]
-        assert [of[name].leads for of in records] == [True, False]
+        assert [of[name].is_owner for of in records] == [True, divided]
+        assert [of[name].is_leader for of in records] == [True, False]
     assert set(records[0]) >= {"1.running_mean", "1.num_batches_tracked"}
 
 
 def test_a_copy_of_what_a_lower_stage_has_does_not_act():
     module = part(0, 2)
     records = owners_of(module, {"rows": 0}, {"0.weight"})
-    assert not records["0.weight"].first and records["0.bias"].first
+    assert not records["0.weight"].is_owner and records["0.bias"].is_owner
     assert records["0.weight"].slice == logical_of(module[0].weight)
 
 
@@ -64,9 +64,9 @@ def test_two_axes_divide_two_dimensions_and_each_element_has_one_acting_rank():
             [box] = logical_of(cell).boxes
             assert torch.equal(box.of(whole.detach()), cell.detach())
             ranks = {"rows": row, "columns": column}
-            assert Ownership.of(cell, ranks).first and Ownership.of(cell, ranks).leads == (row == column == 0)
-            assert Ownership.of(half, ranks).first == (column == 0)
-            assert Ownership.of(whole, ranks).first == (row == column == 0)
+            assert Ownership.of(cell, ranks).is_owner and Ownership.of(cell, ranks).is_leader == (row == column == 0)
+            assert Ownership.of(half, ranks).is_owner == (column == 0)
+            assert Ownership.of(whole, ranks).is_owner == (row == column == 0)
             box.of(counts)[...] += 1
     assert (counts == 1).all()
 

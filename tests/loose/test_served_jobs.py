@@ -1,4 +1,4 @@
-"""parallel.mode server as a user runs it: errors, kills, and the pretend accelerator."""
+"""parallel.mode server as a user runs it: errors, kills, and the simulated accelerator."""
 
 from __future__ import annotations
 

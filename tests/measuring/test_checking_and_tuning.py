@@ -27,7 +27,7 @@ from mpitrain.comm.selection import (
     rules_key,
     table_path,
 )
-from mpitrain.measuring.check import _all_reduce, judged
+from mpitrain.measuring.check import _all_reduce, check_case
 from mpitrain.measuring.self_start import byte_sizes
 from mpitrain.speeds.timing import Contender, extents, interleaved
 
@@ -48,7 +48,7 @@ def test_check_says_of_each_collective_whether_it_works_here():
 
 def test_a_collective_that_gives_something_wrong_is_named_with_the_place():
     world = init()
-    right = judged(world, _all_reduce, ALL_REDUCE)
+    right = check_case(world, _all_reduce, ALL_REDUCE)
     assert right == (True, "ok (mpi, ring, tree, halving, shared, two_level)")
 
     def one_bit_off(world, elements, dtype, algorithm):
@@ -56,7 +56,7 @@ def test_a_collective_that_gives_something_wrong_is_named_with_the_place():
         got[-1] += elements == 1001
         return got, expected
 
-    wrong = judged(world, one_bit_off, ALL_REDUCE)
+    wrong = check_case(world, one_bit_off, ALL_REDUCE)
     message = "failed: rank 0, algorithm auto, 1,001 x float32: element 1000 is 13.0 instead of 12.0"
     assert wrong == (False, message)
 

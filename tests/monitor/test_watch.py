@@ -199,7 +199,7 @@ def test_a_silent_job_is_told_from_one_that_was_killed_by_its_lock(made, monkeyp
     folder, _, metrics = made
     lock, run = locks.take(folder / locks.LOCK), Watched(folder)
     run.look()
-    assert run.status() is RunStatus.RUNNING and locks.seen_held(folder / locks.LOCK)
+    assert run.status() is RunStatus.RUNNING and locks.is_held(folder / locks.LOCK)
     clock = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 61)
     run.look()

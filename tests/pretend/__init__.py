@@ -1,4 +1,4 @@
-"""A pretend accelerator for PyTorch, which tests device code on machines without a device.
+"""A simulated accelerator for PyTorch, which tests device code on machines without a device.
 
 `torch.device("pretend", 0)` and `("pretend", 1)` behave like real accelerators, and expose errors that those let
 pass:

@@ -1,4 +1,4 @@
-"""Builds the library of the pretend accelerator, once for each (sources, PyTorch, flags, compiler).
+"""Builds the library of the simulated accelerator, once for each (sources, PyTorch, flags, compiler).
 
     python -m pretend       build it, where that was not done before; needs `tests` on PYTHONPATH
 
@@ -29,10 +29,10 @@ class BuildError(Exception):
 
 
 def missing() -> str:
-    """Return why this machine has no pretend accelerator; "" if it has one."""
+    """Return why this machine has no simulated accelerator; "" if it has one."""
     if sys.platform != "linux":
-        return "the pretend accelerator needs Linux"
-    return "" if _compiler() else "the pretend accelerator needs a C++ compiler: g++, c++ or clang++, or CXX"
+        return "the simulated accelerator needs Linux"
+    return "" if _compiler() else "the simulated accelerator needs a C++ compiler: g++, c++ or clang++, or CXX"
 
 
 def library() -> Path:
@@ -112,4 +112,4 @@ def _compile(arguments: list[str]) -> None:
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
         reason = errors[0].strip() if errors else f"exit code {done.returncode}"
-        raise BuildError(f"building the pretend accelerator failed: {reason}")
+        raise BuildError(f"building the simulated accelerator failed: {reason}")

@@ -125,7 +125,7 @@ def export_memory(storage: torch.UntypedStorage) -> list[int]:
     return [*_library.export_memory(storage.data_ptr(), storage.nbytes()), number]
 
 
-def import_memory(told: Sequence[int]) -> torch.UntypedStorage:
+def import_memory(handle: Sequence[int]) -> torch.UntypedStorage:
     """Return another process' storage on its device, or on the current device if that one is not visible.
 
     It stays mapped until this process ends.
@@ -133,7 +133,7 @@ def import_memory(told: Sequence[int]) -> torch.UntypedStorage:
     Raises:
         RuntimeError: The other process has ended, or belongs to another user.
     """
-    *where, physical = told
+    *where, physical = handle
     here = [number for number in range(device_count()) if _library.physical_number(number) == physical]
     with torch.accelerator.device_index(here[0] if here else current_device()):
         return _library.import_memory(where).untyped_storage()

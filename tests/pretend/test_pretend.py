@@ -1,4 +1,4 @@
-"""The pretend accelerator itself: it computes what the CPU computes, and exposes errors that real devices let pass."""
+"""Tests of the simulated accelerator: it computes what the CPU computes, and exposes errors that real devices hide."""
 
 from __future__ import annotations
 

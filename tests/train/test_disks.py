@@ -12,7 +12,7 @@ import pytest
 import warm
 from support import clean_environment, fill, job, one_line, small_disk, train_command
 
-from mpitrain.checkpoint.folders import more_room
+from mpitrain.checkpoint.folders import additional_bytes
 from mpitrain.monitor import read_metrics
 
 SMALL = {
@@ -48,13 +48,13 @@ def test_room_for_the_checkpoints_to_come_is_asked_for_before_the_first_step(tmp
 
 
 def test_checkpoints_that_are_going_to_be_pruned_are_room():
-    assert more_room(100, saves=10, keep=2, held=[]) == 300
-    assert more_room(100, saves=1, keep=2, held=[]) == 100
-    assert more_room(100, saves=10, keep=2, held=[100]) == 200
-    assert more_room(100, saves=10, keep=2, held=[100, 100]) == 100
-    assert more_room(100, saves=10, keep=2, held=[100, 100, 100, 100]) == 100
-    assert more_room(100, saves=10, keep=2, held=[10, 10]) == 280  # of a smaller model
-    assert more_room(100, saves=0, keep=2, held=[]) == 0
+    assert additional_bytes(100, saves=10, keep=2, existing=[]) == 300
+    assert additional_bytes(100, saves=1, keep=2, existing=[]) == 100
+    assert additional_bytes(100, saves=10, keep=2, existing=[100]) == 200
+    assert additional_bytes(100, saves=10, keep=2, existing=[100, 100]) == 100
+    assert additional_bytes(100, saves=10, keep=2, existing=[100, 100, 100, 100]) == 100
+    assert additional_bytes(100, saves=10, keep=2, existing=[10, 10]) == 280  # of a smaller model
+    assert additional_bytes(100, saves=0, keep=2, existing=[]) == 0
 
 
 QUOTA = """

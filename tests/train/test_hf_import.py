@@ -10,7 +10,7 @@ import torch
 from train.hf_models import FAMILIES, VOCABULARY, save_tiny
 
 from mpitrain.checkpoint.__main__ import main
-from mpitrain.checkpoint.contents import load_tensor, only, whole
+from mpitrain.checkpoint.contents import complete_manifest, load_tensor, resolve
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
 from mpitrain.models.gpt import GPT, Form
@@ -37,8 +37,8 @@ def loaded(run: Path) -> GPT:
     form = Form(**{key: getattr(section, key) for key in Form.__dataclass_fields__})
     sizes = section.vocabulary, section.layers, section.width, section.heads
     model = GPT(*sizes, tied=section.tied, max_positions=section.max_positions, form=form).eval()
-    folder = only(run)
-    manifest = whole(folder)
+    folder = resolve(run)
+    manifest = complete_manifest(folder)
     weights = {name.removeprefix("model/"): load_tensor(folder, manifest, name) for name in manifest.tensors}
     left = model.load_state_dict(weights, strict=False)
     assert not left.unexpected_keys and left.missing_keys == (["head.weight"] if section.tied else [])

@@ -180,7 +180,7 @@ def test_adapters_train_like_those_of_peft_and_are_saved_alone(
     assert [m["grad_norm"] for m in lines] == pytest.approx(norms, rel=1e-4)
     if parallel == {"zero": 3}:
         assert BaseWeights.of(trainer.engine.module, "").crc == begun.base.crc
-    saved = contents.whole(contents.only(folder / "run"))
+    saved = contents.complete_manifest(contents.resolve(folder / "run"))
     adapters = {f"model/{name}" for name, p in begun.module.named_parameters() if p.requires_grad}
     states = {name for name in saved.tensors if name.startswith("optimizer/")}
     assert set(saved.tensors) == adapters | states and all(".lora_" in name for name in saved.tensors)
@@ -210,7 +210,7 @@ def test_adapters_of_a_run_of_ours_train_like_those_of_peft_on_its_weights(
         sections = settings(text, "", 4, LORA | {"base": str(trained_gpt), "factory": ""}, **parallel)
         lines = run(world, folder / str(number), **sections)
         losses.append([m["loss"] for m in lines])
-    saved = contents.whole(contents.only(folder / "1"))
+    saved = contents.complete_manifest(contents.resolve(folder / "1"))
     assert {name.rpartition(".lora_")[1] for name in saved.tensors} == {".lora_"}
     assert saved.values["base"]["checkpoint"] == str(trained_gpt / "checkpoints/step-00000003")
     trainer = Trainer(Config.from_dict({"run": {"dir": str(folder / "begun")}} | sections), world=world)
@@ -237,7 +237,7 @@ def test_of_a_model_that_a_factory_makes_with_peft_adapters_alone_are_trained_an
     theirs, _ = odd_models.of_peft(None, "llama")
     losses, _ = plain(theirs.model, batches[:4], rates[:4])
     assert [m["loss"] for m in lines] == pytest.approx(losses, rel=1e-5)
-    saved = contents.whole(contents.only(folder / "run"))
+    saved = contents.complete_manifest(contents.resolve(folder / "run"))
     assert {name.rpartition(".lora_")[1] for name in saved.tensors} == {".lora_"}
     sections["checkpoint"]["resume"] = str(folder / "run/checkpoints/step-00000003")
     assert run(world, folder / "again", **sections)[-1]["loss"] == lines[-1]["loss"]

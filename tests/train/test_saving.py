@@ -8,7 +8,7 @@ import pytest
 
 import mpitrain as mt
 from mpitrain.config.settings import Config
-from mpitrain.storage.text import lasting
+from mpitrain.storage.text import duration_text
 from mpitrain.trainer import saving
 from mpitrain.trainer.run import Step
 from mpitrain.trainer.saving import SaveSchedule, daly, saves_after
@@ -93,7 +93,7 @@ def test_room_is_asked_for_as_if_every_step_were_saved():
     [(0.0, "0 s"), (0.0451, "0.045 s"), (2.1, "2.1 s"), (119, "119 s"), (720, "12 minutes"), (4e6, "46 days")],
 )
 def test_times_as_people_say_them(seconds, text):
-    assert lasting(seconds) == text
+    assert duration_text(seconds) == text
 
 
 class Notes(mt.Callback):

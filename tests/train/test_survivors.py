@@ -11,7 +11,7 @@ from torch import nn
 
 import mpitrain as mt
 from mpitrain.checkpoint import Store
-from mpitrain.checkpoint.contents import damages
+from mpitrain.checkpoint.contents import damaged_places
 from mpitrain.comm.faults.ulfm import Loss, partners
 from mpitrain.config.settings import Config
 from mpitrain.layout.mesh import whole_groups_first
@@ -178,7 +178,7 @@ def test_a_copy_becomes_a_checkpoint_like_any_other(world, folder, zero):
         assert all(float(s["step"]) == 1 for s in after.optimizer.state.values() if s)
         assert len(manifest.extents) == len({extent.piece for extent in manifest.extents})  # each piece once
         if survivors.rank == 0:
-            assert not any(damages(path))
+            assert not any(damaged_places(path))
     world.barrier()
 
 

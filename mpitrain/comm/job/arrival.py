@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mpitrain.comm.job import launcher
-from mpitrain.early import LEAST, RANK_NAMES, START_TIMEOUT
+from mpitrain.early import MIN_START_TIMEOUT, RANK_NAMES, START_TIMEOUT
 from mpitrain.errors import EXIT_FAILED, InputError
 from mpitrain.storage import proc
 from mpitrain.storage.proc import command_of, state_and_parent_of
@@ -117,7 +117,7 @@ def limit(timeout: float) -> float:
     try:
         return float(os.environ[START_TIMEOUT])
     except (KeyError, ValueError):
-        return max(timeout, LEAST)
+        return max(timeout, MIN_START_TIMEOUT)
 
 
 def _watch(complete: threading.Event, seconds: float, among: Collection[int]) -> None:

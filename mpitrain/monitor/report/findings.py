@@ -17,7 +17,7 @@ from mpitrain.config.settings import Config
 from mpitrain.errors import printable
 from mpitrain.monitor.report.reading import CATEGORIES, OWN, PARTS, Column, MeasuredRank, RunRecord
 from mpitrain.monitor.run_files import axis_of
-from mpitrain.storage.text import short, spoken
+from mpitrain.storage.text import short, with_spaces
 
 LARGEST = 1e300  # largest metric that can be drawn
 PERCENTILES = (50, 90, 99, 100)
@@ -492,7 +492,7 @@ def key_figures(runs: Sequence[Named]) -> list[list[str]]:
         (f"final {loss_label(runs)}", [last_finite(c.loss) for c in columns], "{:.4f}".format),
         (f"held-out {loss_label(runs)}", [last_finite(c.held_out_loss) for c in columns], "{:.4f}".format),
         *(
-            (f"held-out {spoken(name)}", [last_finite(m.get(name, _NONE)) for m in measured], "{:.4g}".format)
+            (f"held-out {with_spaces(name)}", [last_finite(m.get(name, _NONE)) for m in measured], "{:.4g}".format)
             for name in dict.fromkeys(name for metrics in measured for name in metrics)
         ),
         ("median step (ms)", [float(np.median(c.seconds)) * 1e3 for c in columns], "{:,.1f}".format),

@@ -26,7 +26,7 @@ from typing import Any
 from mpitrain.errors import InputError
 from mpitrain.monitor.run_files import SERVER, rank_name
 from mpitrain.storage.disk import read_plain, reason, write_whole
-from mpitrain.storage.run_folder import TIMELINE, rank_path, rank_paths, writing
+from mpitrain.storage.run_folder import TIMELINE, rank_path, rank_paths, report_unwritable
 
 _NOTHING: dict[str, Any] = {}
 _LARGEST = 4 << 30  # largest size in bytes of a rank's file
@@ -201,7 +201,7 @@ def write_rank(folder: Path, recording: dict[str, Any]) -> None:
         InputError: The file cannot be written.
     """
     path = rank_path(folder, recording["rank"], "json")
-    with writing(str(path)):
+    with report_unwritable(str(path)):
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(recording, separators=(",", ":")))
 

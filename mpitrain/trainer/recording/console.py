@@ -23,12 +23,12 @@ from mpitrain.config.settings import Config
 from mpitrain.data.folders import tokenizer_of
 from mpitrain.data.mix import data_paths
 from mpitrain.early import __version__
-from mpitrain.errors import EXIT_REQUEUE, InputError, MpitrainError, tell
+from mpitrain.errors import EXIT_REQUEUE, InputError, MpitrainError, echo
 from mpitrain.layout.mesh import axes_of, count_readers, shape_of
 from mpitrain.models.build import loss_unit
 from mpitrain.monitor import EventLog, peak_memory_bytes
 from mpitrain.storage import proc
-from mpitrain.storage.text import aligned, counted, duration, rates_text, short, spoken
+from mpitrain.storage.text import align_rows, counted, duration, rates_text, short, with_spaces
 from mpitrain.trainer.folder import AGAIN
 from mpitrain.trainer.held_out.measuring import LOSS
 from mpitrain.trainer.recording.records import figure
@@ -53,7 +53,7 @@ class Console(Callback):
         if trainer.start is not None:  # the job continues after a loss of ranks
             return
         if trainer.world.rank == 0:
-            tell(banner(trainer))
+            echo(banner(trainer))
             trainer.folder.write_config(trainer.config)
             trainer.folder.keep_tokenizer(tokenizer_of(data_paths(trainer.config)[0]))
         for text in doubtful_settings(
@@ -65,7 +65,7 @@ class Console(Callback):
         self._loss = step.loss
         self._step_seconds += step.seconds
         if step.held_out_loss is not None:
-            self._held_out = {spoken(n): figure(n, value) for n, value in trainer.figures.items()}
+            self._held_out = {with_spaces(n): figure(n, value) for n, value in trainer.figures.items()}
 
     def on_fit_end(self, trainer: Run) -> None:
         peak = peak_of_ranks(trainer)
@@ -97,7 +97,7 @@ class Console(Callback):
         notes = f" ({trainer.step - start:,} since the resume)" if start else ""
         notes += f", nothing learned since step {row.since:,}" if row.bad else ""
         notes += f", {trainer.stop_reason}" if early else ""
-        tell(f"{done} at step {trainer.step:,} of {steps:,}{notes}", aligned(rows))
+        echo(f"{done} at step {trainer.step:,} of {steps:,}{notes}", align_rows(rows))
 
 
 def peak_of_ranks(trainer: Run) -> int:
@@ -149,7 +149,7 @@ def banner(trainer: Run) -> str:
         ("parallel", parallel_text(config, trainer.world.size)),
         ("mode", trainer.strategy.describe()),
     ]
-    return f"mpitrain {properties['version']}\n{aligned([row for row in rows if row[1]])}"
+    return f"mpitrain {properties['version']}\n{align_rows([row for row in rows if row[1]])}"
 
 
 def parallel_text(config: Config, ranks: int) -> str:

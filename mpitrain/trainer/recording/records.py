@@ -47,7 +47,7 @@ from mpitrain.planner.subject import Subject
 from mpitrain.shard.flat import numbered
 from mpitrain.shard.parameters import Gathered
 from mpitrain.shard.sharding import Sharding
-from mpitrain.storage.text import spoken
+from mpitrain.storage.text import with_spaces
 from mpitrain.trainer.data import gather_ids, microbatch_size
 from mpitrain.trainer.held_out.measuring import LOSS
 from mpitrain.trainer.run import Callback, Run, Step
@@ -136,7 +136,7 @@ class Records(Callback):
 
 def figures_text(figures: Mapping[str, float]) -> str:
     """Return figures as text, for example: loss 1.2345, token accuracy 0.5."""
-    return ", ".join(f"{spoken(name)} {figure(name, value)}" for name, value in figures.items())
+    return ", ".join(f"{with_spaces(name)} {figure(name, value)}" for name, value in figures.items())
 
 
 def figure(name: str, value: float) -> str:

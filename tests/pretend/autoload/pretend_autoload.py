@@ -1,4 +1,4 @@
-"""Called at the end of `import torch` where this folder is on PYTHONPATH: the process has the pretend accelerator."""
+"""Called at the end of `import torch` where this folder is on PYTHONPATH: the process has the simulated accelerator."""
 
 import importlib.util
 import sys
