@@ -174,17 +174,10 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-<<<<<<< HEAD
-    add("--nodes", type=whole_number, default=1, metavar="N", help="nodes of the job [1]")
-    add("--ranks-per-node", type=whole_number, required=True, metavar="N", help="ranks on each node")
-    names = ", ".join(ready_made_machines())
-    add("--machine", default="", metavar="FILE[,FILE]|NAME", help=f"machine profile: files or {names} [{MACHINE}]")
-=======
     add("--nodes", type=positive_integer, default=1, metavar="N", help="nodes of the job [1]")
     add("--ranks-per-node", type=positive_integer, required=True, metavar="N", help="ranks on each node")
-    names = ", ".join(given_machines())
-    add("--machine", default="", metavar="FILE[,FILE]|NAME", help=f"profile: files or {names} [{MACHINE}]")
->>>>>>> main
+    names = ", ".join(ready_made_machines())
+    add("--machine", default="", metavar="FILE[,FILE]|NAME", help=f"machine profile: files or {names} [{MACHINE}]")
     memory = partial(size_of, option="--memory")
     add(
         "--memory",
@@ -193,7 +186,6 @@ def _parser() -> argparse.ArgumentParser:
         help="memory that a rank may use, such as 32GiB [its share of the node's]",
     )
     ways = parser.add_mutually_exclusive_group()
-<<<<<<< HEAD
     ways.add_argument(
         "--measured",
         action="store_true",
@@ -209,20 +201,10 @@ def _parser() -> argparse.ArgumentParser:
         help=f"describe only this layout; {OWN} means the configuration's own layout",
     )
     counts = "show the best layout for each of these numbers of ranks"
-    add("--scale", type=lambda text: [*map(whole_number, text.split(","))], default=[], metavar="N,N...", help=counts)
+    add("--scale", type=_rank_counts, default=[], metavar="N,N...", help=counts)
     early = f"end the search after S seconds; the result then depends on this machine's load [{SIMULATED} simulations]"
     add("--seconds", type=_seconds, default=float("inf"), metavar="S", help=early)
-    add("--top", type=whole_number, default=COUNT, metavar="K", help=f"number of layouts to show [{COUNT}]")
-=======
-    ways.add_argument("--measured", action="store_true", help="time each block here [for a measured CPU profile]")
-    ways.add_argument("--counted", action="store_true", help="count operations and bytes [for all others]")
-    add("--explain", default="", metavar="LAYOUT", help=f"tell about this one alone; {OWN}: the configuration's own")
-    counts = "numbers of ranks: how the best layouts go with them"
-    add("--scale", type=_rank_counts, default=[], metavar="N,N...", help=counts)
-    early = f"end the search early, whose answer then depends on the load here [{SIMULATED} simulations]"
-    add("--seconds", type=_seconds, default=float("inf"), metavar="S", help=early)
-    add("--top", type=positive_integer, default=COUNT, metavar="K", help=f"how many layouts are told [{COUNT}]")
->>>>>>> main
+    add("--top", type=positive_integer, default=COUNT, metavar="K", help=f"number of layouts to show [{COUNT}]")
     out = "file for the best layout's configuration [plan.toml]; with --scale, for a picture"
     add("--out", default="", metavar="FILE", help=out)
     return parser

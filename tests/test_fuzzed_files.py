@@ -26,7 +26,7 @@ from mpitrain.data.prepare import PrepareOptions, prepare
 from mpitrain.errors import MpitrainError, message_of
 from mpitrain.monitor.report.reading import read_run
 from mpitrain.monitor.run_files import summary
-from mpitrain.monitor.watched import Watched
+from mpitrain.monitor.watched import WatchedRun
 from mpitrain.storage.disk import read_plain
 
 SECONDS, MEMORY = 2, 512 << 20
@@ -203,7 +203,7 @@ def test_a_small_file_takes_neither_memory_nor_time(tmp_path, case):
 
 def test_the_view_of_a_run_and_small_files_do_not_grow_with_what_could_be_there(tmp_path):
     def watch(folder):
-        watched = Watched(folder)
+        watched = WatchedRun(folder)
         for _ in range(3):
             watched.look()
         return watched.step, watched.steps.damaged

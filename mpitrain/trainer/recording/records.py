@@ -39,7 +39,7 @@ from mpitrain.layout.mesh import LAYERS, PARTS
 from mpitrain.monitor import MetricsWriter, Progress, peak_memory_bytes
 from mpitrain.monitor.memory import host_memory_bytes
 from mpitrain.monitor.run_files import HELD_OUT, RankWriter
-from mpitrain.monitor.trackers import Tracking, asked_for
+from mpitrain.monitor.trackers import Tracking, requested_trackers
 from mpitrain.parallel.costs import AxisExchange, Divided
 from mpitrain.parallel.layouts import in_layers
 from mpitrain.planner.counted import BlockObservation, observe
@@ -77,13 +77,15 @@ class Records(Callback):
             return
         self._close(trainer)
         config, resumed = trainer.config, trainer.resumed_step if trainer.start is None else trainer.step
-        tracking = Tracking(asked_for(config.monitor), partial(_warn, trainer))  # may fail, so before files change
+        tracking = Tracking(
+            requested_trackers(config.monitor), partial(_warn, trainer)
+        )  # may fail, so before files change
         self._metrics = MetricsWriter(trainer.folder.path, resumed)
         tracking.start(trainer.folder.path, config.model_dump(mode="json"), resumed)
         self._tracking = tracking
         unit = "tokens" if trainer.tokens else "samples"
         self._progress = Progress(config.train.steps, trainer.step, config.monitor.every, unit=unit)
-        trainer.print = self._progress.say
+        trainer.print = self._progress.print_line
 
     def on_step_end(self, trainer: Run, step: Step) -> None:
         if step.number - 1 == trainer.start:
@@ -173,7 +175,7 @@ class RankRecords(Callback):
     def on_fit_start(self, trainer: Run) -> None:
         self._close()
         trainer.world.journal.start()
-        trainer.engine.clock.begin_anew()
+        trainer.engine.clock.reset()
         self._started, self._from = time.time(), trainer.step
         self._steps, self._sent, self._remember, self._metered = 0, {}, 0.0, time.monotonic()
 
