@@ -257,7 +257,7 @@ class Bounds:
         replicated = collective_seconds("all_reduce", nbytes / shard.size, replicas)
         published = 0.0
         if zero and places.shared and replicas is None:
-            published = collective_seconds("all_gather", nbytes / places.replicas.local, places.carriers())
+            published = collective_seconds("all_gather", nbytes / places.replicas.local, places.cross_node())
         elif zero and not places.shared and not places.gathers:
             published = collective_seconds("all_gather", nbytes, shard)
         whole = zero == 0 and not places.overlaps
