@@ -134,7 +134,7 @@ def test_a_stopped_job_resumes_with_the_same_bits(slurm, tmp_path):
     asks = {
         "got USR1": lambda: slurm.call("scancel", "--batch", "--signal=USR1", number),
         "run/stop is there": lambda: (training.run / "stop").touch(),
-        "Slurm has queued it again by itself": lambda: slurm.preempt(number, tmp_path),
+        "Slurm has queued the job again": lambda: slurm.preempt(number, tmp_path),
         "asking the job to save": lambda: slurm.call("scontrol", "update", f"JobId={number}", "TimeLimit=2"),
     }
     saved = [0]
@@ -175,7 +175,7 @@ def test_a_cancelled_job_saves_and_is_not_requeued(slurm, tmp_path, mpi):
     second = training.newest_step()
     assert second >= first + 10, training.out
     assert f"saved at step {second}, to be started again" in training.out
-    assert "cancelled: not queued again; go on with: sbatch" in training.out
+    assert "cancelled, so it is not queued again; continue with: sbatch" in training.out
 
     number = training.submit("--nodes=2", environment)  # cancelled with all its processes before it trains
     slurm.wait_for(number, lambda job: training.out.count(f"from step {second} with 4 ranks") == 1, 60)

@@ -199,7 +199,7 @@ def test_a_job_that_is_asked_to_stop_submits_the_next_and_one_that_is_deleted_do
     deleted_at = batch.newest_step()
     out = batch.out(1001)
     assert step + 5 <= deleted_at < STEPS and f"saved at step {deleted_at}, to be started again" in out
-    assert "deleted: no next job; go on with: FIRST_JOB=1000.server ARGUMENTS=" in out
+    assert "deleted, so no next job is submitted; continue with: FIRST_JOB=1000.server ARGUMENTS=" in out
     assert len(batch.submitted()) == 1
 
     assert batch.finish(1002, variables) == 0, batch.out(1002)  # as that line says
@@ -409,5 +409,5 @@ def test_a_file_of_the_site_is_read_first_and_the_ranks_have_its_environment_als
     site.write_text('[ "$NO_SUCH_VARIABLE" = "" ]\nexport SITE_SAYS=loaded\n')
     _, started = on_a_site(tmp_path, SITE=str(site), SLURM_EXPORT_ENV="NONE")
     assert len(started) == 2 and all(" export ALL " in line and line.endswith(" site loaded") for line in started)
-    with pytest.raises(AssertionError, match="which is not there"):
+    with pytest.raises(AssertionError, match="which does not exist"):
         on_a_site(tmp_path, SITE=str(tmp_path / "nowhere.sh"))
