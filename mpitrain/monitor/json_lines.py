@@ -219,7 +219,9 @@ Ranks = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Text = Annotated[str, Field(strict=True)]
 KnownNumbers = Annotated[
     dict[str, Number],
-    BeforeValidator(lambda value: {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value),
+    BeforeValidator(
+        lambda value: {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+    ),
 ]
 
 
