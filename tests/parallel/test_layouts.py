@@ -106,7 +106,7 @@ def test_an_axis_that_only_averages_takes_as_long_and_as_much_as_data_parallel(l
     predictor, layout = Predictor(MadeUpModel(), read_machine(machine), 2, 4), read(line)
     with_replicas = replace(layout, data=layout.data // 2, axes=REPLICA)
     one, other = predictor.predict(layout), predictor.predict(with_replicas)
-    assert one.parts == other.parts and one.memory == other.memory
+    assert one.times == other.times and one.memory == other.memory
 
 
 def test_all_layouts_have_the_axes_that_the_configuration_names():
@@ -133,7 +133,7 @@ def test_an_axis_that_divides_samples_is_planned_with_what_it_exchanges():
     profile = profile_of(config, images, machine, measure=False)
     predictor = Predictor(profile, machine, 1, 4)
     [prediction] = best(predictor, rules_of(config), 1).predictions
-    assert prediction.layout.axes == tuple(axes.items()) and prediction.parts["tensor"] > 0
+    assert prediction.layout.axes == tuple(axes.items()) and prediction.times["tensor"] > 0
     whole, half = (profile.blocks(6, each.divided) for each in (ParallelLayout(2), prediction.layout))
     assert {each.axis for block in half for each in block.forwards} == {"height", REPLICAS}
     assert sum(block.kept for block in half) < 0.8 * sum(block.kept for block in whole)

@@ -108,7 +108,7 @@ def test_tensor_reductions_switch_at_the_limit_of_the_job(predictor, monkeypatch
         return simulated.exchange_seconds([AxisExchange("all_reduce", 4096)])
 
     direct, seconds = job(), planned()
-    monkeypatch.setattr(axis, "_DIRECT", 1024)
+    monkeypatch.setattr(axis, "_MAX_DIRECT", 1024)
     assert direct and not job() and planned() != seconds
 
 
