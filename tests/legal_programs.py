@@ -123,7 +123,7 @@ def values(event: Event, rank: int, blocks: int = 1) -> torch.Tensor:
     return ((7 * places + 5 * rank + 13 * event.number) % 11).to(event.dtype)
 
 
-def wanted(event: Event, rank: int) -> torch.Tensor | None:
+def expected_result(event: Event, rank: int) -> torch.Tensor | None:
     """Return a rank's result of the event, or None if it has none."""
     ranks, n = event.ranks, event.numel
     if event.kind == "message":
@@ -251,5 +251,5 @@ def perform(program: Program, over) -> None:
         else:
             work, result = under_way.pop(event.number)
             over.wait(work, step.act)
-        expected = wanted(event, over.rank)
+        expected = expected_result(event, over.rank)
         assert expected is None or torch.equal(result, expected), event

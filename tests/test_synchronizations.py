@@ -30,8 +30,8 @@ BACKEND_MESSAGE = "tests/backend/test_backend_device.py::test_messages_stand_whe
 BACKEND_MEMORY = "tests/backend/test_backend_device.py::test_memory_is_not_given_out_while_an_operation_may_use_it"
 LOSSES = "tests/train/test_device.py::test_losses_are_those_of_the_cpu[ddp-pretend]"
 BATCH = "tests/train/test_device.py::test_a_batch_may_be_changed_as_soon_as_it_was_given"
-SAVED = "tests/checkpoint/test_store.py::test_what_is_saved_is_loaded_whole_and_in_columns"
-SAVED_BESIDE = "tests/checkpoint/test_background_saves.py::test_a_background_save_holds_the_state_at_its_call"
+SAVED = "tests/checkpoint/test_store.py::test_saved_tensors_are_loaded_whole_and_in_columns"
+SAVED_BESIDE = "tests/checkpoint/test_background_saves.py::test_a_background_save_stores_the_state_at_its_call"
 RESUMED = (
     "tests/shard/test_stages_checkpoints.py"
     "::test_training_on_a_device_goes_on_with_the_same_bits_and_on_the_cpu_too[pretend]"
@@ -182,7 +182,7 @@ def run(copy: Path, *tests: str) -> subprocess.CompletedProcess[str]:
     return warm.job(ranks, command, timeout=170, cwd=copy, **environment)
 
 
-def test_with_all_of_them_the_tests_pass(copy):
+def test_the_tests_pass_with_all_synchronizations(copy):
     every = {name for *_, tests in MUTATIONS.values() for name in tests.split()}
     for tests in (every - set(SERIAL), set(SERIAL)):
         ended = run(copy, *sorted(tests))
@@ -190,7 +190,7 @@ def test_with_all_of_them_the_tests_pass(copy):
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_synchronization_too_few_is_found(copy, mutation):
+def test_a_missing_synchronization_is_detected(copy, mutation):
     file, old, new, tests = MUTATIONS[mutation]
     text = (copy / file).read_text()
     assert text.count(old) == 1, f"{file} has {old!r} {text.count(old)} times"

@@ -32,7 +32,7 @@ def pieces(draw, shape):
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_stretches_are_what_two_pieces_have_in_common(data):
+def test_stretches_are_the_intersection_of_two_pieces(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     a, b = data.draw(pieces(shape)), data.draw(pieces(shape))
     tensor = torch.arange(prod(shape)).reshape(shape)
@@ -55,7 +55,7 @@ def test_union_counts_every_element_once():
 
 
 @given(st.lists(st.tuples(st.integers(1, 2), st.integers(0, 1), st.integers(0, 1)), max_size=12))
-def test_rows_of_matrices_are_the_stretches_that_they_were_made_of(drawn):
+def test_evenly_returns_matrices_whose_rows_are_the_stretches(drawn):
     """Draw for each stretch its length and the gaps that follow it in the source and in the target."""
     lengths, *gaps = np.array(drawn, dtype=np.int64).reshape(-1, 3).T
     firsts, places = (np.cumsum(lengths + gap) - lengths - gap for gap in gaps)
@@ -65,7 +65,7 @@ def test_rows_of_matrices_are_the_stretches_that_they_were_made_of(drawn):
     assert result == list(zip(firsts.tolist(), places.tolist(), lengths.tolist(), strict=True))
 
 
-def test_whole_blocks_go_straight_to_their_place_and_columns_are_read_block_by_block(tmp_path):
+def test_whole_blocks_are_read_in_place_and_columns_by_block(tmp_path):
     rows, columns = 3000, 1024  # 12 MB: three blocks
     spec = TensorSpec("x", (rows, columns), "float32")
     whole = Piece.whole("x", rows * columns)

@@ -54,7 +54,7 @@ def _wholes(tensors, device=None):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_what_is_saved_is_loaded_whole_and_in_columns(world, folder, device):
+def test_saved_tensors_are_loaded_whole_and_in_columns(world, folder, device):
     tensors = _tensors()
     store = Store(folder / "c", world, keep=2)
     store.prepare(set_aside=False)
@@ -95,7 +95,7 @@ def test_files_are_hdf5_with_every_tensor_under_its_name(world, folder):
 
 
 @pytest.mark.ranks(1, 3)
-def test_only_the_newest_are_kept_and_leftovers_of_killed_saves_removed(world, folder):
+def test_old_checkpoints_and_leftovers_of_killed_saves_are_removed(world, folder):
     store = Store(folder / "c", world, keep=2)
     store.prepare(set_aside=False)
     tensor = torch.arange(10.0)
@@ -133,13 +133,13 @@ def _theirs(root):
     return contents
 
 
-def _untouched(root, made):
-    assert {name: (root / name).read_text() for name in made} == made
+def _assert_unchanged(root, contents):
+    assert {name: (root / name).read_text() for name in contents} == contents
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("background", [False, True])
-def test_what_is_not_ours_is_neither_removed_nor_replaced(world, folder, background):
+def test_foreign_files_are_neither_removed_nor_replaced(world, folder, background):
     parts = _shared_out({"x": torch.arange(9.0)}, world)
     root = folder / "c"
     theirs = world.on_root(lambda: _theirs(root))
@@ -152,7 +152,7 @@ def test_what_is_not_ours_is_neither_removed_nor_replaced(world, folder, backgro
         store.finish()
     assert caught.value.agreed and "\n" not in str(caught.value)
     assert sorted(os.listdir(root)) == before
-    _untouched(root, theirs)
+    _assert_unchanged(root, theirs)
     world.barrier()  # before there is anything else to list
     for step in (3, 4):  # keeps one: what has no manifest is not pruned
         store.save(step, parts, {}, background=background)
@@ -166,7 +166,7 @@ def test_what_is_not_ours_is_neither_removed_nor_replaced(world, folder, backgro
     world.barrier()
     assert (root / "step-00000004.1/mine.txt").exists() and len(os.listdir(root / "step-00000004.1")) == 1
     assert not (root / "step-00000003").exists() and not (root / "step-00000004").exists()
-    _untouched(root, theirs)
+    _assert_unchanged(root, theirs)
     for content in ("yesterday's\n", None):
         if world.rank == 0:
             (root / "latest").unlink()
@@ -180,11 +180,11 @@ def test_what_is_not_ours_is_neither_removed_nor_replaced(world, folder, backgro
             assert (root / "latest").read_text() == content
             (root / "latest").write_text("step-00000005\n")
         world.barrier()
-        _untouched(root, theirs)
+        _assert_unchanged(root, theirs)
 
 
 @pytest.mark.ranks(2)
-def test_remains_of_a_damaged_checkpoint_are_kept_under_another_name_and_other_things_refused(world, folder):
+def test_a_damaged_checkpoint_is_renamed_and_foreign_files_are_refused(world, folder):
     parts = _shared_out({"x": torch.arange(9.0)}, world)
     store = Store(folder / "c", world, keep=5)
     store.prepare(set_aside=False)
@@ -214,7 +214,7 @@ def _flip(path, offset):
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("damage", ["flip data", "flip manifest", "cut", "remove", "swap", "no manifest"])
-def test_damage_is_found_by_all_ranks_and_named(world, folder, damage):
+def test_every_rank_names_the_damage(world, folder, damage):
     tensors = _tensors()
     store = Store(folder / "c", world, keep=5)
     store.prepare(set_aside=False)
@@ -254,7 +254,7 @@ def test_a_tensor_of_another_shape_or_name_is_refused(world, folder):
 
 
 @pytest.mark.ranks(2)
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_last_one(world, folder, monkeypatch):
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_keeps_the_last(world, folder, monkeypatch):
     store = Store(folder / "c", world, keep=1)
     store.prepare(set_aside=False)
     store.save(1, _shared_out({"x": torch.arange(9.0)}, world), {})
