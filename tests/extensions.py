@@ -38,7 +38,7 @@ def lines_of_numbers() -> Kind:
             if train_rows < len(x):
                 yield "held_out", (x[train_rows:], y[train_rows:])
 
-        return Source("arrays", fields, blocks, files=len(found))
+        return Source("arrays", fields, blocks, files=len(files))
 
     return Kind("lines of numbers", lambda path: path.suffix == ".numbers", source, None)
 

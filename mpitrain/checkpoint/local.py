@@ -98,7 +98,7 @@ class LocalFolders:
         def check_others() -> None:
             if len(list(self.root.glob(f"{folders.PROBE}-*.tmp-{probe}"))) > 1:
                 raise InputError(
-                    f"checkpoint.local {self._base} is one folder for several nodes; give one on each node's own disk, "
+                    f"checkpoint.local {self._base} is one folder for several nodes; use one on each node's own disk, "
                     "or leave it empty"
                 )
 
@@ -125,7 +125,7 @@ class LocalFolders:
             size += of_nodes[number - 1]
         elif nodes > 1 and self._redundancy == "xor":
             size += size // (nodes - 1)
-        fix = "make room on that node, or give another folder"
+        fix = "make room on that node, or choose another folder"
         self._on_leaders(comm, partial(folders.require_room, self.root, "checkpoint.local", size, saves, 1, fix))
 
     # -- saving
@@ -318,7 +318,9 @@ def _install_rebuilt_files(folder: Path, manifest: Manifest, names: Sequence[str
         sync(rebuilt)
         os.replace(rebuilt, folder / name)
         if verify and not has_intact_tensors(folder, manifest, name):
-            raise CheckpointError(f"{folder / name} cannot be rebuilt: a parity it follows from is damaged too")
+            raise CheckpointError(
+                f"{folder / name} cannot be rebuilt: a parity file that it is computed from is damaged as well"
+            )
 
 
 def _identity(shared: Path) -> str:
@@ -328,5 +330,5 @@ def _identity(shared: Path) -> str:
             write_whole(path, secrets.token_hex(8) + "\n")
         identity = read_plain(path).decode(errors="replace").strip()
     if not re.fullmatch("[0-9a-f]{16}", identity):  # the identity is used as part of a folder name
-        raise InputError(f"{path} holds no identity of a run; remove it")
+        raise InputError(f"{path} does not contain the identity of a run; remove it")
     return identity

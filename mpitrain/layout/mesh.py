@@ -143,9 +143,11 @@ def axes_of(parallel: ParallelSection) -> Sizes:
     for path, ranks in parallel.asked.items():
         axis = find("parallel.axes", path)()
         if not isinstance(axis, MeshAxis):
-            raise refusal(f"parallel.axes {path} is no subclass of mpitrain.layout.mesh.MeshAxis; name one")
+            raise refusal(f"parallel.axes {path} is not a subclass of mpitrain.layout.mesh.MeshAxis; use one")
         if any(axis.name == other.name for other, _ in axes):
-            raise refusal(f"parallel.axes {path} has the name {axis.name!r} of another axis; give it one of its own")
+            raise refusal(
+                f"parallel.axes {path} has the same name {axis.name!r} as another axis; give it a different name"
+            )
         axes.append((axis, ranks))
     return sorted(axes, key=lambda entry: entry[0].near)
 
@@ -373,7 +375,7 @@ def shape_of(axes: Sizes, ranks: int) -> dict[str, int]:
     shapes = sorted(_factorizations(ranks, len(names)), key=lambda shape: (distance(shape), shape))
     nearest = ", ".join("x".join(map(str, shape)) for shape in shapes[:4])
     raise refusal(
-        f"{' x '.join(_settings(requested))} does not make {ranks} ranks; {' x '.join(names)} may be {nearest}"
+        f"{' x '.join(_settings(requested))} does not give {ranks} ranks; {' x '.join(names)} can be {nearest}"
     )
 
 

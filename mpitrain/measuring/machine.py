@@ -62,13 +62,13 @@ def main(arguments: Sequence[str]) -> int:
         "--out", type=Path, default=Path("machine.toml"), metavar="FILE", help="profile [machine.toml]"
     )
     options_parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help="measure writing into this folder [that of --out]"
+        "--folder", type=Path, metavar="DIR", help="folder in which to measure writing [that of --out]"
     )
     options_parser.add_argument(
         "--device",
         default="auto",
         metavar="KIND",
-        help="accelerators to measure: auto (those there are), cpu (none), cuda, xpu and so on [auto]",
+        help="accelerators to measure: auto (all that exist), cpu (none), cuda, xpu and so on [auto]",
     )
     options = parse(options_parser, arguments)
     command = ["-m", "mpitrain.plan", "--measure", *arguments]

@@ -112,7 +112,7 @@ def measure(world: Communicator, effort: Effort) -> dict[str, Any]:
         output = output if job.poll() == 0 else ""
         job.kill()
     if job is not None and not output:
-        raise CommunicationError("the processes that measure this node's cores have failed; see what they said above")
+        raise CommunicationError("the processes that measure this node's cores have failed; see their output above")
     parts = [part for part in world.all_gather_object(json.loads(output) if output else {}) if part]
     names = dict.fromkeys(name for part in parts for name in part)
     seconds = {name: float(np.median([s for part in parts for s in part.get(name, [])])) for name in names}

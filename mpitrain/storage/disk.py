@@ -143,7 +143,7 @@ def write_whole(path: Path, data: bytes | str) -> None:
 def require_new(path: Path) -> None:
     """Raise InputError if `path` already exists."""
     if os.path.lexists(path):
-        raise InputError(f"{path} exists already; give another name, or remove it")
+        raise InputError(f"{path} already exists; choose another name, or remove it")
 
 
 def free_name(path: Path) -> Path:
@@ -163,7 +163,7 @@ def open_plain(path: Path) -> BinaryIO:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return open(descriptor, "rb")
     os.close(descriptor)
-    raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 def read_plain(path: Path, most: int = 64 << 20) -> bytes:
@@ -190,7 +190,7 @@ def from_json(text: str | bytes) -> Any:
         mapping = dict(pairs)
         if len(mapping) < len(pairs):
             twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise ValueError(f"the key {twice!r:.80} is there twice")
+            raise ValueError(f"the key {twice!r:.80} occurs twice")
         return mapping
 
     try:
@@ -217,7 +217,7 @@ def lack_of_room(folder: Path, nbytes: int) -> str:
     """
     free = free_bytes(folder)
     if free < nbytes:
-        return f"{bytes_text(free)} are free"
+        return f"only {bytes_text(free)} are free"
     status = (ctypes.c_long * 32)()  # larger than any struct statfs; its first field is the file system type
     in_memory = _libc.statfs(os.fsencode(folder), status) == 0 and status[0] in _IN_MEMORY
     if nbytes <= 0 or in_memory:  # in tmpfs, a reservation would use memory

@@ -120,7 +120,7 @@ def test_exported_weights_are_imported_bitwise(world, run, capsys, ending):
         assert main(["import", str(file), str(back)]) == 0
         assert main(["verify", str(back)]) == 0
         assert main(["import", str(file), str(back)]) == 2
-        assert "has checkpoints already" in capsys.readouterr().err
+        assert "already has checkpoints" in capsys.readouterr().err
     world.barrier()
     model = {name: t for name, t in state.items() if name.startswith("model/")}
     filled = whole_parts(model)
@@ -168,7 +168,7 @@ def test_prune_keeps_the_newest_valid_checkpoint(world, run, capsys):
             assert main(["prune", str(run), "--keep", "1"]) == 2
             assert "in use by a job" in capsys.readouterr().err
         assert main(["prune", str(run), "--keep", "1"]) == 0
-        assert "step-00000002 verifies" in capsys.readouterr().out
+        assert "step-00000002 passes verification" in capsys.readouterr().out
     world.barrier()
     assert [p.name[-1] for p in store.newest_first()] == ["4", "3", "2"]
     filled = empty(whole_parts(state))

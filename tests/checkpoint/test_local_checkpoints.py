@@ -176,7 +176,7 @@ def test_flipped_bits_are_repaired_from_other_nodes_or_refused(world, folder, re
     _flip(world, path / protection, holder)  # what protects it alone is no harm
     assert store.load(path, lambda manifest: empty(parts)).step == 5
     _flip(world, path / name, 1)
-    wrong = r"is damaged on every node|cannot be rebuilt: a parity it follows from is damaged too"
+    wrong = r"is damaged on every node|cannot be rebuilt: a parity file that it is computed from is damaged"
     with pytest.raises(CheckpointError, match=rf"rank-00001\.h5 ({wrong})") as caught:
         store.load(path, lambda manifest: empty(parts))
     assert caught.value.agreed and "\n" not in str(caught.value)

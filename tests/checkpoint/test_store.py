@@ -195,7 +195,7 @@ def test_a_damaged_checkpoint_is_renamed_and_foreign_files_are_refused(world, fo
     world.barrier()
     assert store.make_way(3) == []
     (message,) = store.make_way(2)
-    assert "step-00000003 has no manifest any more; kept as" in message and message.endswith("step-00000003.1")
+    assert "step-00000003 has no valid manifest; renamed to" in message and message.endswith("step-00000003.1")
     store.save(3, parts, {})
     if world.rank == 0:
         (folder / "c/step-00000004").mkdir()

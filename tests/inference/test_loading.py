@@ -140,12 +140,12 @@ def test_adapters_on_a_run_are_merged_into_its_weights_and_refused_without_them(
     for base, message in {
         "text/checkpoints/step-00000001": "for other base weights than those of model.base",
         "nowhere": "model.base: nowhere does not exist; give",
-        "on_text": "holds adapters alone; have",
+        "on_text": "contains only adapters; merge them",
     }.items():
         one_line(forked.run(*again, "--model.base", base, cwd=place), message)
     (place / "text").rename(place / "away")
     try:
-        one_line(command("adapters merge on_text again.pt"), "model.base: text does not exist: it is no checkpoint")
+        one_line(command("adapters merge on_text again.pt"), "model.base: text does not exist; give the path of a")
     finally:
         (place / "away").rename(place / "text")
 
@@ -169,10 +169,10 @@ def test_a_checkpoint_that_says_nothing_of_its_model_is_read_beside_its_run(plac
     for name, tensor in load_model("text").state_dict().items():
         assert torch.equal(tensor, load_model(run).state_dict()[name])
     (run / "config.toml").unlink()
-    with pytest.raises(InputError, match=r"says nothing of its model.*load_weights"):
+    with pytest.raises(InputError, match=r"does not describe its model.*load_weights"):
         load_model(run)
     strange = older(place / "text", tmp_path / "strange", **{TASK: {"model": {}}})
-    with pytest.raises(CheckpointError, match="none of ours"):
+    with pytest.raises(CheckpointError, match="is not valid"):
         load_model(strange)
 
 
@@ -340,7 +340,7 @@ def test_texts_cost_what_the_loss_says_and_a_prompt_costs_nothing(command, place
 def test_a_checkpoint_with_more_tensors_than_the_model_has_is_refused(place, tmp_path):
     task = read_manifest(place / "text/checkpoints/step-00000002").values[TASK]
     fewer = task | {"model": task["model"] | {"bias": False}}
-    with pytest.raises(CheckpointError, match=r"holds blocks\.0\.attention\.out\.bias, which GPT lacks"):
+    with pytest.raises(CheckpointError, match=r"has blocks\.0\.attention\.out\.bias, which GPT does not have"):
         load_model(older(place / "text", tmp_path / "fewer", **{TASK: fewer}))
 
 

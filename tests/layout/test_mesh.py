@@ -30,9 +30,9 @@ def test_the_data_axis_gets_the_remaining_ranks():
 
 @pytest.mark.parametrize(("data", "pipeline", "tensor"), [("auto", 3, 1), (3, 2, 1), (2, 2, 4), (16, 1, 1)])
 def test_a_mesh_of_the_wrong_size_is_refused_with_valid_sizes(data, pipeline, tensor):
-    with pytest.raises(InputError, match="does not make 8 ranks") as refused:
+    with pytest.raises(InputError, match="does not give 8 ranks") as refused:
         mesh_shape(8, data, pipeline, tensor)
-    listed = str(refused.value).split("may be ")[1].split(", ")
+    listed = str(refused.value).split("can be ")[1].split(", ")
     for shape in listed:
         d, p, t = map(int, shape.split("x"))
         assert d * p * t == 8

@@ -163,7 +163,7 @@ def test_of_a_runs_configuration_only_what_would_train_otherwise_is_refused():
     for section, key, value in [("run", "reproducible", True), ("parallel", "mode", "local")]:
         with pytest.raises(InputError, match=rf"^RUN/config\.toml: mt\.initialize does nothing with {section}\.{key};"):
             settings(**{section: {key: value}})
-    with pytest.raises(InputError, match=r"parallel.data 3 x .* does not make 2 ranks"):
+    with pytest.raises(InputError, match=r"parallel.data 3 x .* does not give 2 ranks"):
         settings(parallel={"data": 3})
 
 

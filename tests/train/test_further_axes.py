@@ -149,5 +149,5 @@ def test_what_is_no_axis_is_refused(world):
     for path, message in (("extensions:Best", "no subclass"), ("train.test_further_axes:Twin", "'data' of another")):
         with pytest.raises(InputError, match=message):
             Mesh.make(world, axes={path: 2})
-    with pytest.raises(InputError, match=r"parallel.axes replica 3 x .* does not make 2 ranks"):
+    with pytest.raises(InputError, match=r"parallel.axes replica 3 x .* does not give 2 ranks"):
         Mesh.make(world, axes={REPLICA: 3})
