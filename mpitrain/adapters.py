@@ -35,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=VERSION)
     commands = parser.add_subparsers(dest="command", required=True)
     merge = commands.add_parser("merge", help="write the model with the adapters added to its weights")
-    merge.set_defaults(act=lambda given: write_merged(given.run, given.out, trust=given.trust))
+    merge.set_defaults(act=lambda arguments: write_merged(arguments.run, arguments.out, trust=arguments.trust))
     out = "a .safetensors or .pt file, or for an hf: model, a new folder that from_pretrained loads"
     peft = commands.add_parser("peft", help="write the adapters in peft's format")
-    peft.set_defaults(act=lambda given: write_peft(given.run, given.out, trust=given.trust))
+    peft.set_defaults(act=lambda arguments: write_peft(arguments.run, arguments.out, trust=arguments.trust))
     for command, out_help in ((merge, out), (peft, "a new folder, for PeftModel.from_pretrained")):
         command.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one step-... folder in it")
         command.add_argument("out", type=Path, metavar="OUT", help=out_help)

@@ -51,7 +51,7 @@ from mpitrain.comm.selection import Setting, describe_rules
 from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, echo
 from mpitrain.monitor.memory import node_memory_bytes
-from mpitrain.speeds.timing import Contender, interleaved
+from mpitrain.speeds.timing import Contender, measure_in_turns
 from mpitrain.storage.disk import SHARED_MEMORY
 from mpitrain.storage.text import counted
 
@@ -226,7 +226,7 @@ def speed(world: Communicator) -> list[Line]:
     arena = world.arena(MIB)  # 4 MiB of fp32
     reduce = partial(world.all_reduce, arena.tensor)
     calls = {name: Contender(partial(reduce, algorithm=name), single=True) for name in ("mpi", "auto")}
-    library, ours = (times.best for times in interleaved(world, calls, repeats=5).values())
+    library, ours = (times.best for times in measure_in_turns(world, calls, repeats=5).values())
     arena.free()
     verdict = OK if ours < 1.5 * library else WARN
     lines.append((verdict, "all_reduce", f"4 MiB: {ours * 1e3:.2f} ms, the MPI library's own {library * 1e3:.2f} ms"))

@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tensors", default="*", metavar="PATTERN", help="show only these names, such as 'model/*weight' [*]"
     )
     verify = command("verify", _verify, "check all hashes; if any place is damaged, print it and exit with code 1")
-    verify.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or a run folder for all of its")
+    verify.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or a run folder to verify all")
     command("diff", _diff, "compare two checkpoints; exit code 1 if they are not bitwise the same", a="PATH", b="PATH")
     out = "write the model's weights to a .safetensors or .pt (torch.load) file, or to a Hugging Face folder"
     give = command("export", _export, out, path="PATH", out="OUT")
@@ -119,7 +119,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
 def _import(arguments: argparse.Namespace) -> None:
     arguments.run.mkdir(parents=True, exist_ok=True)
-    with _occupied(arguments.run):
+    with _locked(arguments.run):
         from mpitrain.trainer.weights import import_folder, import_plain
 
         take = import_folder if arguments.format == "hf" else import_plain
@@ -140,7 +140,7 @@ def _prune(arguments: argparse.Namespace) -> None:
     def finite(step: int) -> bool:
         return was_finite(root / folders.folder_name(step))
 
-    with _occupied(*folders.locked_with(root)):
+    with _locked(*folders.locked_with(root)):
         verified: list[int] = []
         unusable: set[int] = set()
         steps = folders.finished_steps(root)
@@ -167,7 +167,7 @@ def _prune(arguments: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _occupied(*locked: Path) -> Iterator[None]:
+def _locked(*locked: Path) -> Iterator[None]:
     """Hold the locks of these folders, as a job does. Raises InputError if a job holds one."""
     with ExitStack() as stack:
         for folder in locked:

@@ -127,7 +127,7 @@ def remove_leftovers(root: Path) -> None:
 
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder has a manifest written by mpitrain, which may be damaged."""
-    head = b"" if folder.is_symlink() else _beginning(folder / MANIFEST, 200)
+    head = b"" if folder.is_symlink() else _read_head(folder / MANIFEST, 200)
     return head.startswith(b'{"crc32": ') or _HEAD in head
 
 
@@ -142,10 +142,10 @@ def _is_pointer(path: Path) -> bool:
 def lacks_manifest(folder: Path) -> bool:
     """Return whether a folder has tensor files of a checkpoint but no manifest written by mpitrain."""
     files = () if folder.is_symlink() or is_checkpoint(folder) else folder.glob("*.h5")
-    return any(_TENSORS.fullmatch(path.name) and _beginning(path) == SIGNATURE for path in files)
+    return any(_TENSORS.fullmatch(path.name) and _read_head(path) == SIGNATURE for path in files)
 
 
-def _beginning(path: Path, nbytes: int = len(SIGNATURE)) -> bytes:
+def _read_head(path: Path, nbytes: int = len(SIGNATURE)) -> bytes:
     """Return the first bytes of a file, or b"" if it cannot be read."""
     try:
         with open(path, "rb") as file:

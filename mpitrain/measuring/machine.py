@@ -43,7 +43,7 @@ from mpitrain.monitor import memory_bytes, peak_memory_bytes
 from mpitrain.planner.machine import lines_of, write_values
 from mpitrain.speeds import kept, links
 from mpitrain.speeds.kept import values_from
-from mpitrain.speeds.timing import interleaved
+from mpitrain.speeds.timing import measure_in_turns
 from mpitrain.storage.text import counted
 from mpitrain.trainer.run import Callback, Step
 from mpitrain.trainer.trainer import Trainer
@@ -139,7 +139,7 @@ def _collectives(world: Communicator, quick: bool) -> list[list[Any]]:
     rows, bench = [], AlgorithmContenders(world)
     for table, memory, size in product(_TABLES, MEMORIES, QUICK_SIZES if quick else SIZES):
         with bench.of(table, memory, size) as contenders:
-            times = interleaved(world, contenders, repeats, seconds)
+            times = measure_in_turns(world, contenders, repeats, seconds)
         place = [world.size, world.num_nodes, memory, size]
         rows += [[table.operation, name, *place, took.median] for name, took in times.items()]
     return rows

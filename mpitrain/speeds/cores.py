@@ -135,7 +135,7 @@ def all_cores() -> Iterator[None]:
 # -- in the process that a rank starts, and in those that it forks
 
 
-def _lead(cores: list[int], plan: _Plan) -> int:
+def _run_lead(cores: list[int], plan: _Plan) -> int:
     """Fork a process for each core, send the time to begin, and print the results. Returns the exit code."""
     torch.set_num_threads(1)
     _make_update(1)()  # the imports of the first optimizer take seconds
@@ -149,7 +149,7 @@ def _lead(cores: list[int], plan: _Plan) -> int:
                     file.close()  # so that a worker's pipe closes when the process at its other end ends
                 os.sched_setaffinity(0, [core])
                 with os.fdopen(listen) as inbox, os.fdopen(say, "w") as answer:
-                    _work(number == 0, cores, plan, inbox, answer)
+                    _run_worker(number == 0, cores, plan, inbox, answer)
                 code = 0
             finally:
                 os._exit(code)
@@ -171,7 +171,7 @@ def _lead(cores: list[int], plan: _Plan) -> int:
     return max(os.waitstatus_to_exitcode(os.wait()[1]) for _ in workers)
 
 
-def _work(first: bool, cores: list[int], plan: _Plan, orders: TextIO, answers: TextIO) -> None:
+def _run_worker(first: bool, cores: list[int], plan: _Plan, orders: TextIO, answers: TextIO) -> None:
     """Run the tasks on one core. first: also run the tasks that only one core runs."""
     source, dest = (np.ones(plan.copied // 8) for _ in range(2))  # touch the memory before timing
     print("ready", file=answers, flush=True)
@@ -318,4 +318,4 @@ def _seconds_each(device: torch.device, call: Callable[[], object], seconds: flo
 
 
 if __name__ == "__main__":
-    sys.exit(_lead([int(core) for core in sys.argv[1].split(",")], _Plan(cast(Effort, sys.argv[2]))))
+    sys.exit(_run_lead([int(core) for core in sys.argv[1].split(",")], _Plan(cast(Effort, sys.argv[2]))))

@@ -29,7 +29,7 @@ from mpitrain.comm.selection import (
 )
 from mpitrain.measuring.check import _all_reduce, check_case
 from mpitrain.measuring.self_start import byte_sizes
-from mpitrain.speeds.timing import Contender, extents, interleaved
+from mpitrain.speeds.timing import Contender, durations, measure_in_turns
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -126,7 +126,7 @@ def test_rank_correlation_of_known_orders():
 @pytest.mark.ranks(2, 3)
 def test_a_repetition_lasts_from_the_first_start_to_the_last_end(world):
     stamps = np.array([[[1.0, 4.0], [7.0, 8.0]]]) if world.rank == 0 else np.array([[[2.0, 5.0], [3.0, 6.0]]])
-    assert extents(world, stamps).tolist() == [[4.0, 5.0]]
+    assert durations(world, stamps).tolist() == [[4.0, 5.0]]
 
 
 @pytest.mark.ranks(2, 3)
@@ -136,7 +136,7 @@ def test_contenders_take_turns_and_all_ranks_get_the_same_times(world):
         "a": Contender(lambda: calls.append("a"), lambda: calls.append("prepare"), single=True),
         "b": Contender(lambda: calls.append("b"), single=True),
     }
-    times = interleaved(world, contenders, repeats=4)
+    times = measure_in_turns(world, contenders, repeats=4)
     assert calls == ["prepare", "a", "b"] * 6  # two rounds to warm up
     times_by_rank = world.all_gather_object([list(times["a"].all), list(times["b"].all)])
     assert all(one == times_by_rank[0] for one in times_by_rank) and len(times_by_rank[0][0]) == 4
