@@ -164,8 +164,7 @@ def require_free(final: Path) -> None:
     else:
         return
     raise InputError(
-        f"{what} has the name of a checkpoint's file, but mpitrain did not write it: it {lacks}; move it away, or save "
-        "into another folder"
+        f"{what} exists already, but mpitrain did not write it: it {lacks}; move it away, or save into another folder"
     )
 
 

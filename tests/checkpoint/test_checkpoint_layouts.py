@@ -78,7 +78,7 @@ def test_a_state_with_missing_elements_is_not_saved(world, folder):
     store = Store(folder / "c", world, keep=2)
     store.prepare(set_aside=False)
     lo, hi = (0, 40) if world.rank == 0 else (41, 100)
-    with pytest.raises(CheckpointError, match=r"hold \d+ of the 100 elements of model/x"):
+    with pytest.raises(CheckpointError, match=r"passed \d+ of the 100 elements of model/x"):
         store.save(1, [part("model/x", tensor, lo, hi)], {})
     assert not store.newest_first()
     assert spec("model/x", tensor).itemsize == 4

@@ -147,7 +147,7 @@ def test_foreign_files_are_neither_removed_nor_replaced(world, folder, backgroun
     store.prepare(set_aside=False)
     before = sorted(os.listdir(root))
     world.barrier()
-    with pytest.raises(InputError, match=r"step-00000002 is in the way .* has no manifest\.json") as caught:
+    with pytest.raises(InputError, match=r"step-00000002 exists already, but .* has no manifest\.json") as caught:
         store.save(2, parts, {}, background=background)
         store.finish()
     assert caught.value.agreed and "\n" not in str(caught.value)
@@ -172,7 +172,7 @@ def test_foreign_files_are_neither_removed_nor_replaced(world, folder, backgroun
             (root / "latest").unlink()
             (root / "latest").write_text(content) if content else (root / "latest").mkdir()
         world.barrier()
-        with pytest.raises(InputError, match=r"latest is in the way .* does not name a checkpoint"):
+        with pytest.raises(InputError, match=r"latest exists already, but .* does not name a checkpoint"):
             store.save(6, parts, {}, background=background)
             store.finish()
         world.barrier()
@@ -200,7 +200,7 @@ def test_a_damaged_checkpoint_is_renamed_and_foreign_files_are_refused(world, fo
     if world.rank == 0:
         (folder / "c/step-00000004").mkdir()
     world.barrier()
-    with pytest.raises(InputError, match="step-00000004 is in the way"):
+    with pytest.raises(InputError, match="step-00000004 exists already, but mpitrain did not write it"):
         store.make_way(3)
 
 
@@ -247,9 +247,11 @@ def test_a_tensor_of_another_shape_or_name_is_refused(world, folder):
     store = Store(folder / "c", world, keep=5)
     store.prepare(set_aside=False)
     path = store.save(1, _shared_out({"w": torch.ones(4, 3)}, world), {})
-    with pytest.raises(CheckpointError, match=r"w is float32 \[4, 3\] there and float32 \[3, 4\] here"):
+    with pytest.raises(
+        CheckpointError, match=r"w is float32 \[4, 3\] in the checkpoint and float32 \[3, 4\] in this run"
+    ):
         store.load(path, lambda manifest: _wholes({"w": torch.ones(3, 4)}))
-    with pytest.raises(CheckpointError, match="holds no v"):
+    with pytest.raises(CheckpointError, match="has no tensor v"):
         store.load(path, lambda manifest: _wholes({"v": torch.ones(3, 4)}))
 
 

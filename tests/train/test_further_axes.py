@@ -146,7 +146,7 @@ class Twin(DataAxis):
 
 @pytest.mark.ranks(2)
 def test_what_is_no_axis_is_refused(world):
-    for path, message in (("extensions:Best", "no subclass"), ("train.test_further_axes:Twin", "'data' of another")):
+    for path, message in (("extensions:Best", "not a subclass"), ("train.test_further_axes:Twin", "'data' as another")):
         with pytest.raises(InputError, match=message):
             Mesh.make(world, axes={path: 2})
     with pytest.raises(InputError, match=r"parallel.axes replica 3 x .* does not give 2 ranks"):

@@ -338,7 +338,7 @@ def test_odd_things_in_a_run_folder_get_one_clear_line(tmp_path, forked, sentenc
         return done.returncode, [line for line in done.stderr.splitlines() if line.startswith("mpitrain: ")]
 
     code, [line] = go(1)  # a save would have to replace what it did not make: refused before the first step
-    assert code == 2 and "checkpoints/latest has the name of a checkpoint's file" in line and latest.is_dir()
+    assert code == 2 and "checkpoints/latest exists already, but mpitrain did not write it" in line and latest.is_dir()
     latest.rmdir()
     assert go(1) == (0, [])
     config = tmp_path / "r/config.toml"
