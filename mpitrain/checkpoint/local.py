@@ -243,7 +243,7 @@ class LocalFolders:
         mine = [name for name, size in sizes.items() if is_leader and not missing_file(folder, [(name, size)])]
         damaged = [n for n in mine if verify and n in manifest.files and not has_intact_tensors(folder, manifest, n)]
         intact_files = comm.all_gather_object([name for name in mine if name not in damaged])
-        found_damaged = sorted({name for names in comm.all_gather_object(damaged) for name in names})
+        all_damaged = sorted({name for names in comm.all_gather_object(damaged) for name in names})
         targets: dict[int, set[str]] = {node: set() for node in self._leaders}
         for rank, requested in enumerate(comm.all_gather_object(sorted(needed))):
             targets[self._nodes[rank]].update(requested)
@@ -253,7 +253,7 @@ class LocalFolders:
                 where.setdefault(name, rank)
         missing = sorted({name for requested in targets.values() for name in requested} - set(where))
         built = {n: next(self._leaders[node] for node in sorted(targets) if n in targets[node]) for n in missing}
-        work = [_rebuild(folder, manifest, n, n in found_damaged, where, built[n]) for n in missing]
+        work = [_rebuild(folder, manifest, n, n in all_damaged, where, built[n]) for n in missing]
         attempt(comm, lambda: exchange(comm, chain.from_iterable(work)), folder)
         built_here = [name for name, rank in built.items() if rank == comm.rank]
         attempt(comm, partial(_install_rebuilt_files, folder, manifest, built_here, verify), folder)
@@ -273,7 +273,7 @@ class LocalFolders:
             remove_folder(fetched)
 
         self._on_leaders(comm, settle, folder)
-        return found_damaged
+        return all_damaged
 
 
 def _rebuild(

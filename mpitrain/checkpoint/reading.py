@@ -96,7 +96,7 @@ class Block:
         return self.extent.offset + self.number * HASHED
 
     @property
-    def whole(self) -> memoryview | None:
+    def direct_memory(self) -> memoryview | None:
         """Host memory to read the block into directly, if the whole block has one contiguous destination; else None."""
         if len(self.uses) != 1 or len(self.uses[0].lengths) != 1 or self.uses[0].lengths[0] != self.size:
             return None
@@ -229,7 +229,7 @@ def read(folder: Path, blocks: Sequence[Block]) -> None:
 
         def fill(block: Block) -> None:
             descriptor = descriptors[block.extent.file]
-            if (direct := block.whole) is not None:
+            if (direct := block.direct_memory) is not None:
                 read_block(folder, block, descriptor, direct)
                 return
             if not hasattr(scratch, "buffers"):

@@ -117,7 +117,7 @@ def write_profile(results: dict[int, Any], options: argparse.Namespace) -> None:
         options: Options of the command line.
     """
     values = values_from(results, options.quick)
-    print("\n".join(lines_of({name: said for name, said in values.items() if name != "collectives"})))
+    print("\n".join(lines_of({name: value for name, value in values.items() if name != "collectives"})))
     write_values(values, options.out)
     print(f"written: {options.out}")
     if not options.quick and (at := kept.store_profile(values)):

@@ -1,4 +1,4 @@
-"""The fastest algorithm of each collective at each size, kept for later jobs on this kind of machine."""
+"""Measurement of the fastest algorithm of each collective at each size, stored for later jobs on such machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Odd or malicious files: each is refused in one line, without reading other files or allocating claimed sizes."""
+"""Unusual or malicious files: each is refused in one line, without reading other files or allocating claimed sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ownership: one of the copies of a tensor is active, and each element of a divided tensor has one rank."""
+"""Ownership: each element of a tensor has one owner among the ranks that hold it."""
 
 from __future__ import annotations
 
