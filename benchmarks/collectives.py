@@ -363,7 +363,7 @@ def _device_contenders(
     for way, comm in carried.items():
         x, block = torch.zeros(numel, device=device), torch.zeros(each, device=device)
         calls[way] = partial(_until_done, device, _call(comm, operation, x, block))
-    host = hardware.pinned((numel,), torch.float32, device).zero_()
+    host = hardware.empty_pinned((numel,), torch.float32, device).zero_()
     calls["copies"] = partial(_to_host_and_back, torch.zeros(numel, device=device), host)
     with in_arena(world, numel) as arena:
         arena.tensor.zero_()

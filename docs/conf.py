@@ -35,7 +35,7 @@ napoleon_use_ivar = True
 # what stands in signatures without a page of its own: types of other packages, and of rooms that nobody imports from
 nitpick_ignore_regex = [
     ("py:.*", r"(?!mpitrain\.).*"),
-    ("py:.*", r"mpitrain\.comm\.(collectives|job|memory|runtime|selection|mailbox\.Posted).*"),
+    ("py:.*", r"mpitrain\.comm\.(collectives|job|memory|runtime|selection|mailbox\.PostWork).*"),
     ("py:.*", r"mpitrain\.comm\.communicator\.(Alternating|NodeCopy)"),
     ("py:.*", r"mpitrain\.(checkpoint\.\w+|config\.\w+|data\.dataset|data\.format|tensor\.(linear|styles))\.\w+"),
     ("py:.*", r"mpitrain\.trainer\.(engine\.\w+|options\.\w+|user_loop\.training_engine\.GivenModel)"),

@@ -45,7 +45,7 @@ from mpitrain.comm.collectives.transports.choice import Way
 from mpitrain.comm.inspection import bandwidth, launcher_name, library_path, reads_neighbours, thread_level
 from mpitrain.comm.job import launcher
 from mpitrain.comm.job.mpi import MPI4PY
-from mpitrain.comm.job.topology import cores_of, library_name, sharing, siblings
+from mpitrain.comm.job.topology import cores_of, groups_sharing_cores, library_name, siblings
 from mpitrain.comm.memory import device as hardware
 from mpitrain.comm.selection import Setting, describe_rules
 from mpitrain.early import VERSION
@@ -81,7 +81,7 @@ def main() -> int:
 
 def software(world: Communicator) -> list[Line]:
     """Return lines about libraries and whether all ranks have the same versions. Collective."""
-    library, level, missing = library_name(), thread_level(), launcher.lacks_for_faults()
+    library, level, missing = library_name(), thread_level(), launcher.missing_for_faults()
     versions = ", ".join(f"{module.__name__} {module.__version__}" for module in (torch, h5py, numpy))
     seen = world.all_gather_object([library, MPI4PY, versions, platform.python_version()])
     lines: list[Line] = [
@@ -115,7 +115,7 @@ def placement(world: Communicator) -> list[Line]:
     for node in range(world.num_nodes):
         here = [values for values in everyone if values[0] == node]
         binding |= {len(values[1]) for values in here}
-        for ranks, available in sharing([values[1] for values in here]):
+        for ranks, available in groups_sharing_cores([values[1] for values in here]):
             requested = sum(here[rank][2] for rank in ranks)
             if requested > len(available):
                 crowded.append(f"node {node}: {requested} threads on {counted(len(available), 'core')}")

@@ -114,7 +114,7 @@ def _steps(chance: random.Random, rank: int, order: Sequence[Event]) -> tuple[St
     return (*steps, *(Step("wait", event) for event in begun))
 
 
-# -- what the tensors hold before and after
+# -- values of the tensors before and after
 
 
 def values(event: Event, rank: int, blocks: int = 1) -> torch.Tensor:
@@ -142,7 +142,7 @@ def expected_result(event: Event, rank: int) -> torch.Tensor | None:
     return torch.cat(parts) if event.kind == "all_to_all" else None
 
 
-class OverCommunicators:
+class CommunicatorExecutor:
     """Steps performed with mpitrain's communicators."""
 
     def __init__(self, world, groups):
@@ -183,7 +183,7 @@ class OverCommunicators:
         if how == "poll":
             deadline = time.monotonic() + LIMIT
             while not work.done():
-                assert time.monotonic() < deadline, "polled in vain"
+                assert time.monotonic() < deadline, "the event did not complete while polling"
                 time.sleep(0)
         else:
             work.wait(LIMIT if how == "limit" else None)
@@ -195,7 +195,7 @@ class OverCommunicators:
                 comm.free()
 
 
-class OverTorch:
+class TorchExecutor:
     """Steps performed with torch.distributed and any of its backends."""
 
     def __init__(self, groups):
@@ -233,23 +233,23 @@ class OverTorch:
         if how == "poll":
             deadline = time.monotonic() + LIMIT
             while not work.is_completed():
-                assert time.monotonic() < deadline, "polled in vain"
+                assert time.monotonic() < deadline, "the event did not complete while polling"
                 time.sleep(0)
         work.wait(timedelta(seconds=LIMIT)) if how == "limit" else work.wait()
 
 
-def perform(program: Program, over) -> None:
+def perform(program: Program, executor) -> None:
     """Perform this rank's steps, and compare the result of every event."""
-    under_way = {}
-    for step in program.steps[over.rank]:
+    pending = {}
+    for step in program.steps[executor.rank]:
         event = step.event
         if step.act == "post":
-            work, result = over.post(event, later=over.rank in event.later)
-            if over.rank in event.later:
-                under_way[event.number] = work, result
+            work, result = executor.post(event, later=executor.rank in event.later)
+            if executor.rank in event.later:
+                pending[event.number] = work, result
                 continue
         else:
-            work, result = under_way.pop(event.number)
-            over.wait(work, step.act)
-        expected = expected_result(event, over.rank)
+            work, result = pending.pop(event.number)
+            executor.wait(work, step.act)
+        expected = expected_result(event, executor.rank)
         assert expected is None or torch.equal(result, expected), event

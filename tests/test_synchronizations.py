@@ -18,11 +18,11 @@ from support import ROOT, require_pretend
 pytestmark = pytest.mark.campaign
 
 IN_ORDER, OPERATION = "tests/comm/test_device_order.py", "tests/comm/test_operations.py"
-ORDER = f"{IN_ORDER}::test_an_operation_comes_after_what_was_asked_before_and_before_what_is_asked_later"
-REPLACED = f"{IN_ORDER}::test_results_replace_what_was_there_when_it_has_been_read"
-BACKGROUND = f"{IN_ORDER}::test_an_operation_in_the_background_stands_where_it_was_asked_for"
-MEMORY = f"{IN_ORDER}::test_memory_is_not_given_out_while_an_operation_may_use_it"
-MESSAGE = f"{IN_ORDER}::test_messages_come_after_what_was_asked_before"
+ORDER = f"{IN_ORDER}::test_an_operation_keeps_its_place_in_stream_order"
+REPLACED = f"{IN_ORDER}::test_results_overwrite_memory_only_after_earlier_reads"
+BACKGROUND = f"{IN_ORDER}::test_a_background_operation_keeps_its_place_in_stream_order"
+MEMORY = f"{IN_ORDER}::test_memory_is_not_reused_while_an_operation_may_access_it"
+MESSAGE = f"{IN_ORDER}::test_messages_keep_their_place_in_stream_order"
 BLOCKS = f"{OPERATION}::test_uneven_blocks"
 SUBMITTED = f"{OPERATION}::test_asynchronous_operations_complete_in_the_order_of_submission"
 BACKEND = "tests/backend/test_backend_device.py::test_an_operation_stands_where_it_was_issued"
@@ -52,7 +52,7 @@ STATE, SNAPSHOT = "mpitrain/checkpoint/device_memory.py", "mpitrain/checkpoint/s
 READING = "mpitrain/checkpoint/reading.py"
 BATCHES, PLACED = "mpitrain/data/on_device.py", "mpitrain/trainer/device.py"
 DEVICE = "mpitrain/comm/memory/device.py"
-_BESIDE_OR_NOT = "with self._order.beside() if self._order is not None else nullcontext():"
+_BESIDE_OR_NOT = "with self._order.side_streams() if self._order is not None else nullcontext():"
 
 # what waits: file, what is replaced, by what, the tests that find it
 MUTATIONS = {
@@ -60,8 +60,8 @@ MUTATIONS = {
     "who fills a slot, until it is empty": (STAGED, "self._in.wait_event(emptied)", "pass", REPLACED),
     "the host, for what is copied in": (STAGED, "ready.event.synchronize()", "pass", ORDER),
     "the caller's stream, for what is copied out": (STAGED, "caller.wait_event(emptied)", "pass", ORDER),
-    "the host, for a tensor that is not cut": (STAGED, "recorded(device).synchronize()", "pass", BLOCKS),
-    "MPI, for the device": (DIRECT, "recorded(first.device).synchronize()", "pass", ORDER),
+    "the host, for a tensor that is not cut": (STAGED, "record_event(device).synchronize()", "pass", BLOCKS),
+    "MPI, for the device": (DIRECT, "record_event(first.device).synchronize()", "pass", ORDER),
     "ranks that meet, for their devices": (
         BINDING,
         "return [partial(synchronize, arena.tensor.device)]",
@@ -82,11 +82,11 @@ MUTATIONS = {
         BACKGROUND,
     ),
     "memory, for the background": (BESIDE, "tensor.record_stream(self._streams[tensor.device])", "pass", MEMORY),
-    "a message, for what it is of": (MESSAGES, "recorded(device).synchronize()", "pass", MESSAGE),
-    "a message to the device, for its readers": (MESSAGES, "asked.synchronize()", "pass", MESSAGE),
+    "a message, for what it is of": (MESSAGES, "record_event(device).synchronize()", "pass", MESSAGE),
+    "a message to the device, for its readers": (MESSAGES, "ready.synchronize()", "pass", MESSAGE),
     "a message by the host, for its readers": (
         MESSAGES,
-        "current_stream(self.tensor.device).wait_event(self.asked)",
+        "current_stream(self.tensor.device).wait_event(self.ready)",
         "pass",
         MESSAGE,
     ),
@@ -109,7 +109,7 @@ MUTATIONS = {
     "whoever waits, for a message": (WORK, "current_stream(device).wait_event(event)", "pass", BACKEND_MESSAGE),
     "gradients that leave, for backward": (
         HOST_UPDATE,
-        "self._leaving.wait_event(devices.recorded(self._device))",
+        "self._leaving.wait_event(devices.record_event(self._device))",
         "pass",
         ON_THE_HOST,
     ),
@@ -117,7 +117,7 @@ MUTATIONS = {
     "the update, for values that leave": (HOST_UPDATE, "self._returned.synchronize()", "pass", ON_THE_HOST),
     "values that return, for their readers": (
         HOST_UPDATE,
-        "self._returning.wait_event(devices.recorded(self._device))",
+        "self._returning.wait_event(devices.record_event(self._device))",
         "pass",
         ON_THE_HOST,
     ),
@@ -127,19 +127,24 @@ MUTATIONS = {
         "pass",
         ON_THE_HOST,
     ),
-    "a save, for the device": (STATE, "    stream.wait_event(devices.recorded(device))", "    pass", SAVED),
+    "a save, for the device": (STATE, "    stream.wait_event(devices.record_event(device))", "    pass", SAVED),
     "the file, for what is copied": (STATE, "copied.synchronize()", "pass", SAVED),
-    "a load, for the device": (STATE, "self.stream.wait_event(devices.recorded(device))", "pass", SAVED),
+    "a load, for the device": (STATE, "self.stream.wait_event(devices.record_event(device))", "pass", SAVED),
     "whoever loads, for the last copy": (READING, "copy_stream.stream.synchronize()", "pass", SAVED),
     "who reads a file, until the buffer is free": (STATE, "left.popleft().synchronize()", "pass", RESUMED),
     "the background save, for its copy": (
         SNAPSHOT,
-        "recorded(device_tensors[0].device).synchronize()",
+        "record_event(device_tensors[0].device).synchronize()",
         "pass",
         SAVED_BESIDE,
     ),
     "the model, for its batch": (BATCHES, "device.current_stream(to).wait_event(copied)", "pass", LOADER),
-    "who gives a batch, until it is copied": (PLACED, "device.recorded(to, copy_stream).synchronize()", "pass", BATCH),
+    "who gives a batch, until it is copied": (
+        PLACED,
+        "device.record_event(to, copy_stream).synchronize()",
+        "pass",
+        BATCH,
+    ),
     "the log, for what it tells": (DEVICE, "        copied.synchronize()", "        pass", LOSSES),
 }
 

@@ -203,7 +203,7 @@ def merged(first: Values, second: Values) -> dict[str, dict[str, Any]]:
 class SentBytes:
     """A counter of the bytes that ranks send between `start` and `told`, which are both collective.
 
-    The journal of communication counts the bytes sent through mpitrain, by operation, axis and tier. Peers send through
+    The traffic counters count the bytes sent through mpitrain, by operation, axis and tier. Peers send through
     sockets, over gloo. On one node these use the loopback interface, which carries no other traffic of the job; its
     count is divided by the number of ranks, and includes the headers of TCP, some percent. On several nodes, the bytes
     of peers are not measured.

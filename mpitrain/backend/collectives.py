@@ -40,7 +40,7 @@ from mpitrain.backend.base import ArgumentError, Base, translation
 from mpitrain.backend.work import FinishedWork, Operation, Queue, Several
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.elements import DTYPES
-from mpitrain.comm.runtime.executor import Reduction, scaling
+from mpitrain.comm.runtime.executor import Reduction, make_scaling
 from mpitrain.errors import InputError
 
 _Ops: Any = dist.ReduceOp.RedOpType
@@ -182,7 +182,7 @@ def _all_reduce_sparse(tensor: torch.Tensor, reducing: Reducing) -> None:
     comm.all_gather(every_value, values, counts=[n * width for n in counts])
     combined = torch.sparse_coo_tensor(every_index.t(), every_value, mine.shape).coalesce()
     if reducing.name == "avg":
-        for call in scaling(combined.values(), Reduction.of("avg", combined.dtype, comm.size).scale):
+        for call in make_scaling(combined.values(), Reduction.of("avg", combined.dtype, comm.size).scale):
             call()
     with torch.no_grad():  # a detached copy would not pass new entries on to the tensor
         tensor.copy_(combined)

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from mpitrain.backend.base import GroupError, translation
 from mpitrain.comm import Communicator
-from mpitrain.comm.memory.device import current_stream, is_accelerator, recorded
-from mpitrain.comm.runtime.work import Messages, Order, Queued, Streams, Worker
+from mpitrain.comm.memory.device import current_stream, is_accelerator, record_event
+from mpitrain.comm.runtime.work import Messages, QueuedOperation, StreamOrder, Streams, Worker
 from mpitrain.errors import MpitrainError
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class Queue(Worker):
         """
         super().__init__(comm.overlaps, comm.journal, comm.process.progress)
         self.limit = limit
-        self.given_up: list[Queued] = []
+        self.given_up: list[QueuedOperation] = []
         self.streams: Streams = {}
 
     def perform(self, call: Callable[[], None]) -> None:
@@ -72,7 +72,7 @@ class Queue(Worker):
     def close(self) -> None:
         """Complete all operations. If one that timed out is still under way, leave all as they are."""
         if self.stuck:
-            self.progress.deferring.discard(self)
+            self.progress.deferred_workers.discard(self)
         else:
             super().close()
 
@@ -150,7 +150,7 @@ class Operation(GroupWork):
         """
         super().__init__(outputs)
         tensors = _on_devices(arguments)  # the operation is ordered among the caller's work on their devices
-        self._queue, self._order = queue, Order(tensors, queue.streams) if tensors else None
+        self._queue, self._order = queue, StreamOrder(tensors, queue.streams) if tensors else None
         self._futures: list[torch.futures.Future] = []
         self._change = threading.Lock()
 
@@ -160,7 +160,7 @@ class Operation(GroupWork):
             except BaseException as error:  # raised by wait() and by the futures
                 self.error = translation(error)
 
-        self._queued = Queued(name, carry_out, queue, self._order, self._announce)
+        self._queued = QueuedOperation(name, carry_out, queue, self._order, self._announce)
 
     def _announce(self) -> None:
         """Resolve the requested futures after completion. Their callbacks run in this thread."""
@@ -170,7 +170,7 @@ class Operation(GroupWork):
             self._resolve(future)
 
     def _resolve(self, future: torch.futures.Future) -> None:
-        with self._order.beside() if self._order is not None else nullcontext():
+        with self._order.side_streams() if self._order is not None else nullcontext():
             future.set_result(self.outputs)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -185,7 +185,7 @@ class Operation(GroupWork):
         queued = self._queued
         if not queued.complete:
             limit = seconds_of(timeout, self._queue.limit)
-            if limit is None or self._queue.is_this_thread:
+            if limit is None or self._queue.is_worker_thread:
                 self._queue.finish(queued)
             else:
                 self._queue.start()
@@ -212,7 +212,7 @@ class Operation(GroupWork):
         reducer.
         """
         if not self._queued.complete:
-            if self._queue.is_this_thread or (not self._queue.threaded and torch._C._current_graph_task_id() != -1):
+            if self._queue.is_worker_thread or (not self._queue.threaded and torch._C._current_graph_task_id() != -1):
                 self._queue.finish(self._queued)
             else:
                 self._queue.start()
@@ -274,7 +274,7 @@ class MessageWork(GroupWork):
                 self._work.wait()  # returns at once, and orders this thread's stream, which copies the data, after it
                 if self._land is not None:
                     self._land()
-                self._landed = {device: recorded(device) for device in devices_of(self.outputs)}
+                self._landed = {device: record_event(device) for device in devices_of(self.outputs)}
                 self._complete = True
                 self._in_flight.discard(self)
         return self._complete

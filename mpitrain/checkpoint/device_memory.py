@@ -41,8 +41,8 @@ def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, mem
     raws = [t.detach().view(torch.uint8) for t in tensors]
     device = raws[0].device
     stream = devices.new_stream(device)
-    stream.wait_event(devices.recorded(device))
-    free = [devices.pinned((_BUFFER,), torch.uint8, device) for _ in range(min(_BUFFERS, len(loads)))]
+    stream.wait_event(devices.record_event(device))
+    free = [devices.empty_pinned((_BUFFER,), torch.uint8, device) for _ in range(min(_BUFFERS, len(loads)))]
     coming: deque[tuple[list[_Stretch], torch.Tensor, torch.Event]] = deque()
     waiting = iter(loads)
     while True:
@@ -51,7 +51,7 @@ def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, mem
             with stream:
                 for number, first, last, at in load:
                     buffer[at : at + last - first].copy_(raws[number][first:last], non_blocking=True)
-            coming.append((load, buffer, devices.recorded(device, stream)))
+            coming.append((load, buffer, devices.record_event(device, stream)))
         if not coming:
             return
         load, buffer, copied = coming.popleft()
@@ -84,7 +84,7 @@ class CopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, devices.new_stream(device)
-        self.stream.wait_event(devices.recorded(device))
+        self.stream.wait_event(devices.record_event(device))
 
 
 class DeviceBytes:
@@ -132,10 +132,10 @@ def read_buffers(nbytes: int, stream: CopyStream) -> Iterator[np.ndarray]:
         nbytes: Size of a buffer in bytes.
         stream: Stream on which the caller copies to the device.
     """
-    memory = [devices.pinned((nbytes,), torch.uint8, stream.device).numpy() for _ in range(2)]
+    memory = [devices.empty_pinned((nbytes,), torch.uint8, stream.device).numpy() for _ in range(2)]
     left: deque[torch.Event] = deque()  # events after the copies from each buffer, the older one first
     for buffer in cycle(memory):
         if len(left) == len(memory):
             left.popleft().synchronize()
         yield buffer
-        left.append(devices.recorded(stream.device, stream.stream))
+        left.append(devices.record_event(stream.device, stream.stream))

@@ -427,9 +427,9 @@ class Snapshot:
             copies.append(replace(part, data=into))
             begin = -(-end // _ALIGNMENT) * _ALIGNMENT
         if device_tensors:
-            from mpitrain.comm.memory.device import recorded
+            from mpitrain.comm.memory.device import record_event
 
-            recorded(device_tensors[0].device).synchronize()
+            record_event(device_tensors[0].device).synchronize()
         return copies
 
     def _allocate(self, nbytes: int, device_tensors: Sequence[torch.Tensor]) -> None:
@@ -437,9 +437,9 @@ class Snapshot:
         self._memory = torch.empty(0, dtype=torch.uint8)  # give the old memory back first
         self._pinned = bool(device_tensors)
         if device_tensors:
-            from mpitrain.comm.memory.device import pinned
+            from mpitrain.comm.memory.device import empty_pinned
 
-            self._memory = pinned((nbytes,), torch.uint8, device_tensors[0].device)
+            self._memory = empty_pinned((nbytes,), torch.uint8, device_tensors[0].device)
         else:  # huge pages, because the page faults of small ones cost more than the copy
             block = mmap.mmap(-1, -(-nbytes // _ROUNDING) * _ROUNDING, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             block.madvise(mmap.MADV_HUGEPAGE)

@@ -24,18 +24,18 @@ import numpy as np
 import torch
 
 from mpitrain.comm.algorithms.shared import alternating_all_gather, node_copy
-from mpitrain.comm.collectives.binding import Binder, Invocation, syncs
+from mpitrain.comm.collectives.binding import Binder, Invocation, sync_calls
 from mpitrain.comm.collectives.dispatch import Dispatcher, ProcessServices
 from mpitrain.comm.collectives.moving import all_gather, all_to_all, broadcast, gather, scatter
-from mpitrain.comm.collectives.reducing import ALL_REDUCE, Deferred, all_reduce, reduce, reduce_scatter
+from mpitrain.comm.collectives.reducing import ALL_REDUCE, DeferredReductions, all_reduce, reduce, reduce_scatter
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology, ranks_in
-from mpitrain.comm.job.traffic import Moved, clock
+from mpitrain.comm.job.traffic import Volume, clock
 from mpitrain.comm.mailbox import Mailbox
 from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.memory.buffers import tensor_at
 from mpitrain.comm.point_to_point import ANY_SOURCE, PointToPoint
-from mpitrain.comm.runtime.agreement import described
+from mpitrain.comm.runtime.agreement import describe_call
 from mpitrain.comm.runtime.compiling import Plan
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.split_phase import SplitPhase
@@ -55,7 +55,7 @@ class Communicator(PointToPoint):
 
     def __init__(self, comm: MPI.Intracomm, topology: Topology, process: ProcessServices, label: str) -> None:
         super().__init__(comm, topology, process, label)
-        self._deferred = Deferred(self)
+        self._deferred = DeferredReductions(self)
 
     # -- collectives, see mpitrain.comm.collectives
 
@@ -107,7 +107,7 @@ class Communicator(PointToPoint):
         Args:
             value: Value that JSON can represent.
         """
-        data, lengths = self._encoded(value)
+        data, lengths = self._encode_with_lengths(value)
         everything = np.empty(int(lengths.sum()), dtype=np.uint8)
         self.all_gather(everything, data, counts=[int(n) for n in lengths])
         ends = np.cumsum(lengths)
@@ -120,7 +120,7 @@ class Communicator(PointToPoint):
             value: Value that JSON can represent.
             root: Rank that gets the values.
         """
-        data, lengths = self._encoded(value)
+        data, lengths = self._encode_with_lengths(value)
         width = int(lengths.max())
         padded = np.zeros(width, dtype=np.uint8)
         padded[: data.size] = data
@@ -174,7 +174,7 @@ class Communicator(PointToPoint):
         self.agree(error)
         return self.broadcast_object(value, root)
 
-    def _encoded(self, value: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _encode_with_lengths(self, value: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return this rank's value as bytes, and the length in bytes of each rank's value. Collective."""
         data, lengths = _encode(value), np.empty(self.size, dtype=np.int64)
         self.all_gather(lengths, np.array([data.size], dtype=np.int64))
@@ -216,7 +216,8 @@ class Communicator(PointToPoint):
         if comm == MPI.COMM_NULL:
             return None
         ranks = ranks_in(comm, self._comm)
-        return Communicator(comm, self._topology.of(ranks, comm.rank), self.process, label or f"{self.label}/{color}")
+        topology = self._topology.subgroup(ranks, comm.rank)
+        return Communicator(comm, topology, self.process, label or f"{self.label}/{color}")
 
     def subgroup(self, ranks: Sequence[int], label: str = "") -> Communicator | None:
         """Return the communicator of some ranks of this one, in the given order. Collective over these ranks only.
@@ -242,7 +243,7 @@ class Communicator(PointToPoint):
             comm = self._comm.Create_group(group, tag=ranks[0])
         for mpi_group in (group, everyone):
             mpi_group.Free()
-        topology = self._topology.of(ranks, comm.rank)
+        topology = self._topology.subgroup(ranks, comm.rank)
         return Communicator(comm, topology, self.process, label or f"{self.label}{ranks}")
 
     def free(self) -> None:
@@ -253,7 +254,7 @@ class Communicator(PointToPoint):
         collective calls are impossible, and only this process's own resources are released.
         """
         if not self._freed:
-            self._deferred.free(together=self.process.may_release(self._comm))
+            self._deferred.free(collective=self.process.may_release(self._comm))
             self._free()
             self.process.watchdog.forget(self._message_record)
 
@@ -273,8 +274,8 @@ class Communicator(PointToPoint):
             InputError: `numel` is negative or MPI cannot communicate the dtype.
         """
         if numel < 0:
-            raise InputError(f"an arena of {numel} elements is not possible; give 0 or more")
-        self.require_same(described(f"arena on {torch.device(device).type}", numel, dtype))
+            raise InputError(f"an arena cannot have {numel} elements; use 0 or more")
+        self.require_same(describe_call(f"arena on {torch.device(device).type}", numel, dtype))
         return self.binder.allocate(numel, dtype, torch.device(device))
 
     def alternating(self, capacity: int) -> Alternating | None:
@@ -303,7 +304,7 @@ class Communicator(PointToPoint):
         Returns:
             The storage; None, on all ranks, if memory cannot be shared.
         """
-        self.require_same(described("node_copy", numel, dtype))
+        self.require_same(describe_call("node_copy", numel, dtype))
         # rank 0 of the node owns the memory; without for_tensors=False collectives on rank 0 alone would take it
         # for an arena
         mine = numel if self.binder.node.rank == 0 else 0
@@ -315,7 +316,9 @@ def _encode(value: Any) -> np.ndarray:
     try:
         text = json.dumps(value)
     except TypeError as error:
-        raise InputError(f"{error}; only what JSON can hold travels between ranks: send arrays as arrays") from None
+        raise InputError(
+            f"{error}; objects travel between ranks as JSON: use broadcast or all_gather for arrays"
+        ) from None
     data: np.ndarray = np.frombuffer(text.encode(), dtype=np.uint8).copy()
     return data
 
@@ -355,16 +358,18 @@ class Alternating:
         self.slots = [[m[turn * capacity : (turn + 1) * capacity] for m in memories] for turn in (0, 1)]
         self.turn = 0
         self._comm, self._arena, self._key = comm, arena, ("alternating", arena.name)
-        self._meeting = Invocation("alternating all_gather", self._bind, key=self._key, alike=capacity, counts=False)
+        self._meeting = Invocation(
+            "alternating all_gather", self._bind, key=self._key, compared_values=capacity, counts=False
+        )
 
-    def meet(self, taken: int = 0) -> None:
+    def meet(self, nbytes_read: int = 0) -> None:
         """Wait until every rank has filled its slot of this turn, and begin the next turn. Collective.
 
         Until this rank's next call, the slots of the turn that has ended may be read, and its slot of the other turn
         may be filled.
 
         Args:
-            taken: Bytes that this rank reads from other ranks' slots afterwards, for the journal.
+            nbytes_read: Bytes that this rank reads from other ranks' slots afterwards, for the traffic counters.
         """
         begin = clock() if self._comm.journal.on else 0.0
         ready = self._comm.ready.get(self._key)
@@ -374,7 +379,7 @@ class Alternating:
             self._comm.dispatch(self._meeting)
         self.turn ^= 1
         if begin:
-            self._comm.entered(self._meeting.name, Moved("alternating", taken), begin)
+            self._comm.record_operation(self._meeting.name, Volume("alternating", nbytes_read), begin)
 
     def free(self) -> None:
         """Free the memory. Tensors over it must not be used afterwards. Collective."""
@@ -385,7 +390,7 @@ class Alternating:
         program, start = binder.program(_ALTERNATING, binder.setting(self._arena.tensor)), self._arena.start
         nothing_moves = Layout(torch.uint8, [0] * (program.chunks + 1), start, start)  # callers fill and read slots
         bind = partial(binder.compile, program, nothing_moves, arena=self._arena)
-        return binder.bound(self._key, bind, self._arena.tensor)
+        return binder.bind_cached(self._key, bind, self._arena.tensor)
 
 
 class NodeCopy:
@@ -407,15 +412,15 @@ class NodeCopy:
             comm: Communicator of the arena's ranks.
             numel: Elements of the copy.
         """
-        binder, self._comm, self._published = comm.binder, comm, 0  # _published: calls, for the journal
+        binder, self._comm, self._publish_count = comm.binder, comm, 0
         self._arena, node = arena, binder.node
         first = next(iter(arena.segments.values()))
         self.tensor = tensor_at(first, numel, arena.tensor.dtype)
         program = node_copy(node.size)
         if binder.proofs is not None:
-            binder.proofs.require(program)
+            binder.proofs.prove(program)
         nothing_moves = Layout(arena.tensor.dtype, [0] * (program.chunks + 1), 0, 0)  # callers write and read
-        plan = Plan(program, node, nothing_moves, None, node.Barrier, syncs(arena))
+        plan = Plan(program, node, nothing_moves, None, node.Barrier, sync_calls(arena))
         self._publish = plan.bind(nothing_moves)
 
     def publish(self) -> None:
@@ -423,8 +428,10 @@ class NodeCopy:
         begin = clock() if self._comm.journal.on else 0.0
         self._publish()
         if begin:
-            self._published += 1
-            self._comm.entered("node copy", Moved("node"), begin, f"node copy {self._arena.name}", self._published)
+            self._publish_count += 1
+            self._comm.record_operation(
+                "node copy", Volume("node"), begin, f"node copy {self._arena.name}", self._publish_count
+            )
 
     def free(self) -> None:
         """Free the memory. Tensors over it must not be used afterwards. Collective."""

@@ -95,7 +95,7 @@ class Compression(ABC):
             raise InputError(f"compression {self.name} cannot do op {op!r}; use sum or avg, or no compression")
         if not dtype.is_floating_point:
             kind = str(dtype).removeprefix("torch.")
-            raise InputError(f"compression {self.name} is for floating-point numbers, not {kind}; leave it out")
+            raise InputError(f"compression {self.name} is for floating-point numbers, not {kind}; use no compression")
 
     @abstractmethod
     def _reduce(self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, bucket: Bucket) -> None:
@@ -127,7 +127,7 @@ class Compression(ABC):
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the `state_dict()` of the same rank, from a run with the same number of ranks."""
         if state:
-            raise InputError(f"compression {self.name} keeps no memory, but {sorted(state)[0]!r} is to be loaded")
+            raise InputError(f"compression {self.name} has no state, but the state to load has {sorted(state)[0]!r}")
 
     def reset(self) -> None:
         """Drop all memory, to start again or with other buffers."""
@@ -165,7 +165,7 @@ class Memory:
     tensors: dict[str, torch.Tensor]
 
 
-class Remembering(Compression):
+class StatefulCompression(Compression):
     """A compression with a memory for each buffer, in fp32 for 16-bit buffers."""
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class Remembering(Compression):
         self._loaded: dict[str, torch.Tensor] = {}
 
     @abstractmethod
-    def _remember(self, x: torch.Tensor, shapes: Shapes | None, name: str) -> Memory:
+    def _new_memory(self, x: torch.Tensor, shapes: Shapes | None, name: str) -> Memory:
         """Return a new memory for a buffer."""
 
     def _memory(self, x: torch.Tensor, bucket: Bucket) -> Memory:
@@ -186,14 +186,14 @@ class Remembering(Compression):
             # addresses differ between runs
             name = f"buffer {len(self._memories)}" if key is None else str(key)
             if any(other.name == name for other in self._memories.values()):
-                raise InputError(f"compression {self.name} has another buffer of the name {name!r}; use another key")
-            memory = self._remember(x, shapes, name)
+                raise InputError(f"compression {self.name} already has a buffer named {name!r}; use another key")
+            memory = self._new_memory(x, shapes, name)
             self._fill(memory)
             self._memories[place] = memory
         elif (memory.numel, memory.dtype, memory.shapes) != (x.numel(), x.dtype, shapes):
             raise InputError(
-                f"compression {self.name} remembers {memory.name!r} as {memory.numel} elements of "
-                f"{memory.dtype} and now gets {x.numel()} of {x.dtype}, or other shapes; call reset() first"
+                f"compression {self.name} knows the buffer {memory.name!r} with {memory.numel} elements of "
+                f"{memory.dtype}, and now gets {x.numel()} of {x.dtype}, or other shapes; call reset() first"
             )
         return memory
 
@@ -226,7 +226,7 @@ class Remembering(Compression):
         self._memories.clear()
         self._loaded.clear()
 
-    def _wide(self, x: torch.Tensor) -> torch.Tensor:
+    def _as_wide(self, x: torch.Tensor) -> torch.Tensor:
         """Return x flat and in a dtype for long sums: x itself, or an fp32 copy of a 16-bit x."""
         if x.dtype not in HALVES:
             return x.view(-1)
@@ -278,7 +278,7 @@ class BF16(_Rounded):
 _ALIGNMENT = 8  # bytes: messages are contiguous, and each number in them is aligned to its size
 
 
-class TopK(Remembering):
+class TopK(StatefulCompression):
     """Compression that sends the k = ratio * numel largest elements of each rank (at least one), with error feedback.
 
     Each rank sends its k elements of largest magnitude with their indices, and every rank adds up what it receives
@@ -312,19 +312,19 @@ class TopK(Remembering):
         each = self.kept(numel) * (_index_type(numel, dtype).itemsize + dtype.itemsize) if numel else 0
         return -(-each // _ALIGNMENT) * _ALIGNMENT
 
-    def _remember(self, x: torch.Tensor, shapes: Shapes | None, name: str) -> Memory:
+    def _new_memory(self, x: torch.Tensor, shapes: Shapes | None, name: str) -> Memory:
         error = torch.zeros(x.numel(), dtype=wide_type(x.dtype), device=x.device)
         return Memory(name, x.numel(), x.dtype, shapes, {"error": error})
 
     def _reduce(self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, bucket: Bucket) -> None:
         numel, k, places = x.numel(), self.kept(x.numel()), _index_type(x.numel(), x.dtype)
-        total = self._wide(x)
+        total = self._as_wide(x)
         error = self._memory(x, bucket).tensors["error"] if self.error_feedback else None
         if error is not None:
             total.add_(error)
         magnitude = self._buffer("magnitude", numel, total.dtype, x.device)
         torch.abs(total, out=magnitude)
-        indices = self._buffer("found", k, torch.int64, x.device)
+        indices = self._buffer("indices", k, torch.int64, x.device)
         torch.topk(magnitude, k, sorted=False, out=(self._buffer("largest", k, total.dtype, x.device), indices))
 
         nbytes = self.bytes_on_wire(numel, x.dtype)
@@ -372,7 +372,7 @@ class Matrix:
     columns: int
     rank: int
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
+    def view_in(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the view of this matrix in the bucket `flat`."""
         return flat[self.offset : self.offset + self.rows * self.columns].view(self.rows, self.columns)
 
@@ -428,7 +428,7 @@ def plan(numel: int, shapes: Shapes, rank: int, min_compression: float) -> Matri
         if offset < end or offset + size > numel:
             raise InputError(
                 f"compression powersgd: the parameter of shape {shape} at offset {offset} lies outside the bucket of "
-                f"{numel} elements or on another one; give each parameter's own (offset, shape)"
+                f"{numel} elements or overlaps another parameter; pass the (offset, shape) of each"
             )
         uncompressed(end, offset)
         rows = shape[0] if shape else 1
@@ -461,7 +461,7 @@ class _Factors(Memory):
     errors: Sequence[torch.Tensor]
 
 
-class PowerSGD(Remembering):
+class PowerSGD(StatefulCompression):
     """Compression of gradient matrices to products of two thin matrices (Vogels, Karimireddy and Jaggi 2019).
 
     For each matrix M (rows x columns) of a bucket, with R = rank, one step of subspace iteration (algorithm 1):
@@ -513,7 +513,7 @@ class PowerSGD(Remembering):
             return numel * dtype.itemsize
         return (matrix_plan.left + matrix_plan.right + matrix_plan.uncompressed) * wide_type(dtype).itemsize
 
-    def _remember(self, x: torch.Tensor, shapes: Shapes | None, name: str) -> Memory:
+    def _new_memory(self, x: torch.Tensor, shapes: Shapes | None, name: str) -> Memory:
         matrix_plan = plan(x.numel(), [(0, x.shape)] if shapes is None else shapes, self.rank, self.min_compression)
         dtype = wide_type(x.dtype)
         sent = torch.empty(matrix_plan.left + matrix_plan.uncompressed, dtype=dtype, device=x.device)
@@ -525,7 +525,7 @@ class PowerSGD(Remembering):
             tensors["error"] = error
         ps = _pieces(sent, [(m.rows, m.rank) for m in matrix_plan.matrices])
         qs = _pieces(right, [(m.columns, m.rank) for m in matrix_plan.matrices])
-        errors = [m.of(error) for m in matrix_plan.matrices]
+        errors = [m.view_in(error) for m in matrix_plan.matrices]
         return _Factors(name, x.numel(), x.dtype, shapes, tensors, matrix_plan, sent, right, ps, qs, errors)
 
     def _reduce(self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, bucket: Bucket) -> None:
@@ -534,13 +534,13 @@ class PowerSGD(Remembering):
         if not memory.plan.matrices:
             comm.all_reduce(x, op, algorithm)
             return
-        self._start(memory)
-        total = self._wide(x)
+        self._init_factors(memory)
+        total = self._as_wide(x)
         rest = [total[lo:hi] for lo, hi in memory.plan.rest]
         sent_rest = memory.sent[memory.plan.left :]
         if rest:
             torch.cat(rest, out=sent_rest)
-        matrices = [m.of(total) for m in memory.plan.matrices]
+        matrices = [m.view_in(total) for m in memory.plan.matrices]
         if self.error_feedback:
             for matrix, error in zip(matrices, memory.errors, strict=True):
                 matrix.add_(error)
@@ -564,7 +564,7 @@ class PowerSGD(Remembering):
         if total.data_ptr() != x.data_ptr():
             x.view(-1).copy_(total)
 
-    def _start(self, memory: _Factors) -> None:
+    def _init_factors(self, memory: _Factors) -> None:
         """Set random Q, equal on all ranks, in the first call, and without warm start in each call."""
         step = int(memory.tensors["steps"])
         if step and self.warm_start:

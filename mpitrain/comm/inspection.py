@@ -70,7 +70,7 @@ def launcher_name() -> str:
     if "SLURM_STEP_ID" in os.environ and "PMI_SIZE" not in os.environ:
         return "srun"
     if "PMI_SIZE" in os.environ:
-        return "srun with PMI" if "SLURM_STEP_ID" in os.environ else "mpiexec of MPICH or its kin"
+        return "srun with PMI" if "SLURM_STEP_ID" in os.environ else "mpiexec of MPICH or a library based on it"
     return "none (one process)"
 
 

@@ -29,10 +29,10 @@ import torch
 from mpitrain.comm.collectives.dispatch import OwnedCommunicators, ProcessServices, check_rank
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Member, Topology
-from mpitrain.comm.job.traffic import Moved, Note, Record, clock
-from mpitrain.comm.memory.buffers import as_tensor, in_messages
+from mpitrain.comm.job.traffic import Note, Record, Volume, clock
+from mpitrain.comm.memory.buffers import as_tensor, message_buffers
 from mpitrain.comm.memory.device import is_accelerator
-from mpitrain.comm.runtime.agreement import seen
+from mpitrain.comm.runtime.agreement import run_watched
 from mpitrain.comm.runtime.work import Messages, MessageWait, Work, poll
 from mpitrain.errors import CommunicationError, InputError
 
@@ -44,17 +44,17 @@ _NAP = 1e-5, 5e-4  # seconds between later checks, at first and at most
 _NAP_SENDING = 1e-4  # seconds at most while something is being sent, which progresses only inside MPI calls
 
 
-class Posted(Work):
+class PostWork(Work):
     """Handle of a posted letter: done when the payload's memory may be changed."""
 
-    def __init__(self, box: Mailbox, dest: int, requests: list[MPI.Request], held: Sequence[object]) -> None:
+    def __init__(self, box: Mailbox, dest: int, requests: list[MPI.Request], buffers: Sequence[object]) -> None:
         self._box, self._dest, self._requests = box, dest, requests
-        self._held = held  # memory that MPI reads
+        self._buffers = buffers  # memory that MPI reads
         self._error: CommunicationError | None = None
 
     def done(self) -> bool:
         """Return True if the payload may be changed. The call also lets the transfer make progress."""
-        self._box._look_at_posted()
+        self._box._advance_posts()
         if self._error is not None:
             raise self._error
         return not self._requests
@@ -70,18 +70,18 @@ class Posted(Work):
             )  # one per wait: any thread may wait
             record.awaited = (self._box.world_ranks[self._dest],)
             begin = clock()
-            seen(record, name, None, partial(self._box._until, self.done))
+            run_watched(record, name, None, partial(self._box._wait_until, self.done))
             if self._box.process.journal.on:
-                self._box._note("post").waited(begin)
+                self._box._note("post").count_wait(begin)
 
-    def _look(self) -> bool:
+    def _test(self) -> bool:
         """Return True if the whole letter is sent. The caller holds the lock: two threads must not test at once."""
         try:
             if not MPI.Request.Testall(self._requests):
                 return False
         except MPI.Exception as error:
-            self._error = self._box._failed(f"post to rank {self._dest}", error)
-        self._requests, self._held = [], ()
+            self._error = self._box._mpi_error(f"post to rank {self._dest}", error)
+        self._requests, self._buffers = [], ()
         return True
 
 
@@ -92,7 +92,7 @@ class Letter:
         words: Numbers that were posted, as float.
         source: Rank that posted it.
         payload_bytes: Length of the payload in bytes; 0 if there is none.
-        note: Entry for the journal, completed when somebody waited for the letter; None while the journal is off.
+        note: Entry in the traffic counters, completed when somebody waited for the letter; None while they are off.
     """
 
     __slots__ = ("_box", "_tag", "note", "payload_bytes", "source", "words")
@@ -116,18 +116,18 @@ class Letter:
             CommunicationError: The payload has another size. It is received and discarded, because its sender may wait
                 for that.
         """
-        tensor, box = _in_host_memory(x, written=True), self._box
-        name = f"payload of a letter of rank {self.source}"
+        tensor, box = _require_host_tensor(x, written=True), self._box
+        name = f"payload of a letter from rank {self.source}"
         if tensor.nbytes != self.payload_bytes:
             self.discard()
             raise CommunicationError(
-                f"{box.label}: a letter of rank {self.source} carries {self.payload_bytes} bytes where rank "
-                f"{box.rank} expects {tensor.nbytes}; post and receive tensors of one size and type"
+                f"{box.label}: a letter from rank {self.source} has a payload of {self.payload_bytes} bytes, but rank "
+                f"{box.rank} expects {tensor.nbytes}; post and receive tensors of the same size and type"
             )
         requests = box._receive(tensor, self.source, self._tag)
         note = box._note("recv") if box.process.journal.on else None
         if note is not None:
-            box.process.journal.note("recv", note.axis, note.moved, clock())
+            box.process.journal.count("recv", note.axis, note.volume, clock())
         wait = MessageWait(box._record, (box.world_ranks[self.source],), box.process.progress, note)
         return Messages(name, tensor, requests, wait)
 
@@ -148,7 +148,7 @@ class Mailbox(Member):
     """
 
     def __init__(self, comm: MPI.Comm, topology: Topology, process: ProcessServices, label: str, axis: str) -> None:
-        """Make a mailbox over `comm`. `axis` is the label of the communicator in the journal."""
+        """Make a mailbox over `comm`. `axis` is the label of the communicator in the traffic counters."""
         super().__init__(topology, label)
         self.process, self._axis = process, axis
         self._owned = OwnedCommunicators(process)
@@ -156,11 +156,11 @@ class Mailbox(Member):
         self._record = process.watchdog.record(label)  # shows the waits of the thread that takes letters
         self._listening: Record | None = None  # set during `listening`
         self._numbers = count()  # number payloads
-        self._posted: list[Posted] = []  # letters not completely sent
-        self._lock = threading.Lock()  # of `_posted`
+        self._posts: list[PostWork] = []  # letters not completely sent
+        self._lock = threading.Lock()  # of `_posts`
         self._freed = False
 
-    def post(self, dest: int, words: Sequence[float], payload: torch.Tensor | None = None) -> Posted:
+    def post(self, dest: int, words: Sequence[float], payload: torch.Tensor | None = None) -> PostWork:
         """Send a letter. Never waits for the receiver.
 
         Between ranks that cannot read each other's memory, a payload makes progress only while this rank calls MPI.
@@ -180,9 +180,11 @@ class Mailbox(Member):
         """
         check_rank(self, dest)
         if len(words) > WORDS:
-            raise InputError(f"{self.label}: {len(words)} words; a letter has {WORDS} at most, send more as payload")
-        self._require()
-        tensor = None if payload is None else _in_host_memory(payload, written=False)
+            raise InputError(
+                f"{self.label}: a letter of {len(words)} words is too long; send at most {WORDS}, the rest as payload"
+            )
+        self._require_open()
+        tensor = None if payload is None else _require_host_tensor(payload, written=False)
         nbytes = 0 if tensor is None else tensor.nbytes
         begin = clock() if self.process.journal.on else 0.0
         tag = 1 + next(self._numbers) % _TAGS if nbytes else 0
@@ -190,27 +192,27 @@ class Mailbox(Member):
         try:
             requests = [self._comm.Isend(content, dest, _LETTERS)]
             if tensor is not None:
-                requests += [self._comm.Isend(spec, dest, tag) for spec in in_messages(tensor)]
+                requests += [self._comm.Isend(spec, dest, tag) for spec in message_buffers(tensor)]
         except MPI.Exception as error:
-            raise self._failed(f"post to rank {dest}", error) from error
-        posted = Posted(self, dest, requests, (content, tensor))
+            raise self._mpi_error(f"post to rank {dest}", error) from error
+        posted = PostWork(self, dest, requests, (content, tensor))
         with self._lock:
-            self._posted.append(posted)
-        self._look_at_posted()
+            self._posts.append(posted)
+        self._advance_posts()
         if begin:
             here, whole = self.nodes[dest] == self.node, (nbytes + content.nbytes) * (dest != self.rank)
-            moved = Moved("letter", whole * here, whole * (not here))
-            self._numbered("post", moved, self.rank, dest).performed(begin)
+            volume = Volume("letter", whole * here, whole * (not here))
+            self._note_letter("post", volume, self.rank, dest).count_operation(begin)
         return posted
 
     def _note(self, operation: str) -> Note:
-        """Return a journal entry for a part of an operation that is counted elsewhere."""
-        return Note(self.process.journal, operation, self._axis, Moved("letter"))
+        """Return an entry of the traffic counters for a part of an operation that is counted elsewhere."""
+        return Note(self.process.journal, operation, self._axis, Volume("letter"))
 
-    def _numbered(self, operation: str, moved: Moved, source: int, dest: int) -> Note:
-        """Return a journal entry for the next letter from rank `source` to rank `dest`."""
+    def _note_letter(self, operation: str, volume: Volume, source: int, dest: int) -> Note:
+        """Return an entry of the traffic counters for the next letter from rank `source` to rank `dest`."""
         key = f"{self.label}: letter from {self.world_ranks[source]} to {self.world_ranks[dest]}"
-        return Note(self.process.journal, operation, self._axis, moved, key, self.process.journal.number(key))
+        return Note(self.process.journal, operation, self._axis, volume, key, self.process.journal.next_number(key))
 
     def take(self, seconds: float) -> Letter | None:
         """Return the next letter of any rank; None if none arrives in time.
@@ -223,12 +225,12 @@ class Mailbox(Member):
         Raises:
             CommunicationError: MPI fails.
         """
-        self._require()
+        self._require_open()
         letters: list[Letter] = []
         begin = clock() if self.process.journal.on else 0.0
-        self._until(partial(self._take_into, letters), time.monotonic() + seconds)
+        self._wait_until(partial(self._take_into, letters), time.monotonic() + seconds)
         if begin:
-            self.process.journal.wait(begin)
+            self.process.journal.add_wait(begin)
         return letters[0] if letters else None
 
     @contextmanager
@@ -244,7 +246,7 @@ class Mailbox(Member):
             name: Description of the letters, for messages.
         """
         record = self.process.watchdog.record(f"{self.label} (taking)")
-        record.awaited, record.patient = [self.world_ranks[rank] for rank in awaited], True
+        record.awaited, record.without_deadline = [self.world_ranks[rank] for rank in awaited], True
         self._listening = record
         record.begin(name, None)
         try:
@@ -265,14 +267,14 @@ class Mailbox(Member):
         Raises:
             CommunicationError: MPI fails.
         """
-        self._require()
+        self._require_open()
         letters: list[Letter] = []
         begin = clock() if self.process.journal.on else 0.0
         if not self._take_into(letters):
             self._record.awaited = [self.world_ranks[rank] for rank in awaited]
-            seen(self._record, name, None, partial(self._until, partial(self._take_into, letters)))
+            run_watched(self._record, name, None, partial(self._wait_until, partial(self._take_into, letters)))
         if begin and letters[0].note is not None:
-            letters[0].note.performed(begin)
+            letters[0].note.count_operation(begin)
         return letters[0]
 
     def free(self) -> None:
@@ -286,88 +288,88 @@ class Mailbox(Member):
         if self.process.may_release(self._comm):
             self._record.awaited = ()
             try:
-                seen(self._record, "free", None, self._empty)
+                run_watched(self._record, "free", None, self._drain)
                 self._owned.free()
             except CommunicationError:
                 if self.process.failures is None:
                     raise  # else a rank has died, and collective calls are impossible
         self.process.watchdog.forget(self._record)
 
-    def _empty(self) -> None:
+    def _drain(self) -> None:
         """Wait until no letter is under way between any ranks; arriving letters are discarded. Collective."""
         everybody: MPI.Request | None = None
         letters: list[Letter] = []
 
-        def empty() -> bool:
+        def is_empty() -> bool:
             nonlocal everybody
             while self._take_into(letters):
                 letter = letters.pop()
                 place = torch.empty(letter.payload_bytes, dtype=torch.uint8)
-                self._until(partial(MPI.Request.Testall, self._receive(place, letter.source, letter._tag)))
-            if everybody is None and not self._posted:
+                self._wait_until(partial(MPI.Request.Testall, self._receive(place, letter.source, letter._tag)))
+            if everybody is None and not self._posts:
                 everybody = self._comm.Ibarrier()
             return everybody is not None and everybody.Test()
 
-        self._until(empty)
+        self._wait_until(is_empty)
 
-    def _take_into(self, found: list[Letter]) -> bool:
-        """Append the next letter to `found` if one has arrived; return True if one had."""
+    def _take_into(self, letters: list[Letter]) -> bool:
+        """Append the next letter to `letters` if one has arrived; return True if one had."""
         status = MPI.Status()
         try:
             message = self._comm.Improbe(MPI.ANY_SOURCE, _LETTERS, status)
             if message is None:  # Open MPI checks first and only then processes incoming messages, so ask again
                 message = self._comm.Improbe(MPI.ANY_SOURCE, _LETTERS, status)
             if message is None:
-                self._look_at_posted()
+                self._advance_posts()
                 return False
             content = np.empty(status.Get_count(MPI.DOUBLE))
             message.Recv(content)
         except MPI.Exception as error:
-            raise self._failed("take", error) from error
+            raise self._mpi_error("take", error) from error
         if self._listening is not None:
             self._listening.since = time.monotonic()
         letter = Letter(self, status.source, content.tolist())
         if self.process.journal.on:
-            letter.note = self._numbered("letter", Moved("letter"), status.source, self.rank)
-        found.append(letter)
+            letter.note = self._note_letter("letter", Volume("letter"), status.source, self.rank)
+        letters.append(letter)
         return True
 
     def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> list[MPI.Request]:
         try:
-            return [self._comm.Irecv(spec, source, tag) for spec in in_messages(tensor)]
+            return [self._comm.Irecv(spec, source, tag) for spec in message_buffers(tensor)]
         except MPI.Exception as error:
-            raise self._failed(f"receive from rank {source}", error) from error
+            raise self._mpi_error(f"receive from rank {source}", error) from error
 
-    def _look_at_posted(self) -> None:
+    def _advance_posts(self) -> None:
         """Let outgoing letters make progress, and release those that are sent."""
-        if self._posted and self._lock.acquire(blocking=False):  # else another thread is doing this
+        if self._posts and self._lock.acquire(blocking=False):  # else another thread is doing this
             try:
-                self._posted = [posted for posted in self._posted if not posted._look()]
+                self._posts = [posted for posted in self._posts if not posted._test()]
             finally:
                 self._lock.release()
 
-    def _until(self, happened: Callable[[], bool], deadline: float | None = None) -> None:
+    def _wait_until(self, condition: Callable[[], bool], deadline: float | None = None) -> None:
         """Wait until `happened()` is true or the deadline has passed, and let other threads and processes run."""
         rounds, nap = 0, _NAP[0]
-        while not happened() and (deadline is None or time.monotonic() < deadline):
+        while not condition() and (deadline is None or time.monotonic() < deadline):
             rounds += 1
             if rounds <= _EAGER_ROUNDS:
                 os.sched_yield()
                 continue
             time.sleep(nap if deadline is None else min(nap, max(0.0, deadline - time.monotonic())))
-            nap = min(2 * nap, _NAP_SENDING if self._posted else _NAP[1])
+            nap = min(2 * nap, _NAP_SENDING if self._posts else _NAP[1])
 
-    def _require(self) -> None:
+    def _require_open(self) -> None:
         if self._freed:
             raise InputError(f"{self.label} was freed; make another one")
 
-    def _failed(self, name: str, error: MPI.Exception) -> CommunicationError:
+    def _mpi_error(self, name: str, error: MPI.Exception) -> CommunicationError:
         return CommunicationError(f"{self.label}: {name} failed in MPI: {error}")
 
 
-def _in_host_memory(x: torch.Tensor, *, written: bool) -> torch.Tensor:
+def _require_host_tensor(x: torch.Tensor, *, written: bool) -> torch.Tensor:
     """Return the array as a contiguous tensor. Raises InputError if it is not in host memory."""
     tensor = as_tensor(x, written=written)
     if is_accelerator(tensor.device):
-        raise InputError(f"a payload is in host memory; this tensor is on {tensor.device}: pass x.cpu()")
+        raise InputError(f"a payload must be in host memory, but this tensor is on {tensor.device}; pass x.cpu()")
     return tensor

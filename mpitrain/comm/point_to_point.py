@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from mpitrain.comm.collectives.dispatch import Dispatcher, ProcessServices, check_rank
-from mpitrain.comm.collectives.transports.choice import takes_addresses
+from mpitrain.comm.collectives.transports.choice import accepts_addresses
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology
-from mpitrain.comm.job.traffic import Moved, Note, clock
-from mpitrain.comm.memory.buffers import as_tensor, in_messages
-from mpitrain.comm.memory.device import current_stream, pinned, recorded
+from mpitrain.comm.job.traffic import Note, Volume, clock
+from mpitrain.comm.memory.buffers import as_tensor, message_buffers
+from mpitrain.comm.memory.device import current_stream, empty_pinned, record_event
 from mpitrain.comm.runtime.work import Messages, MessageWait
 from mpitrain.errors import InputError
 
@@ -34,7 +34,7 @@ class PointToPoint(Dispatcher):
     def __init__(self, comm: MPI.Intracomm, topology: Topology, process: ProcessServices, label: str) -> None:
         super().__init__(comm, topology, process, label)
         self._message_record = process.watchdog.record(f"{label} (messages)")
-        self._messages = self._owned.keep(comm.Dup())
+        self._messages = self._owned_comms.keep(comm.Dup())
         self._sent = 0  # messages
 
     def send(self, x: Any, dest: int, tag: int = 0) -> None:
@@ -77,13 +77,13 @@ class PointToPoint(Dispatcher):
         """
         check_rank(self, dest)
         begin = clock() if self.journal.on else 0.0
-        tensor = self._near(as_tensor(x, written=False))
+        tensor = self._mpi_buffer(as_tensor(x, written=False))
         self._sent += 1
         data_tag = _data_tags()[self._sent % _TAGS]
         header = np.array([tensor.nbytes, data_tag])
-        requests = [self._messages.Isend(header, dest, _checked(tag))]
-        requests += [self._messages.Isend(spec, dest, data_tag) for spec in in_messages(tensor)]
-        note = self._noted("send", dest, tag, tensor.nbytes, begin) if begin else None
+        requests = [self._messages.Isend(header, dest, _check_tag(tag))]
+        requests += [self._messages.Isend(spec, dest, data_tag) for spec in message_buffers(tensor)]
+        note = self._begin_note("send", dest, tag, tensor.nbytes, begin) if begin else None
         wait = MessageWait(self._message_record, (self.world_ranks[dest],), self.process.progress, note)
         return Messages(f"send to rank {dest}", tensor, requests, wait)
 
@@ -94,8 +94,8 @@ class PointToPoint(Dispatcher):
                 receive.cancel(self._messages)
         super()._free()
 
-    def _noted(self, operation: str, other: int, tag: int, nbytes: int, begin: float) -> Note:
-        """Enter the beginning of a message in the journal, and return the entry to complete.
+    def _begin_note(self, operation: str, other: int, tag: int, nbytes: int, begin: float) -> Note:
+        """Count the beginning of a message, and return its entry in the traffic counters, to be completed later.
 
         Args:
             operation: "send" or "recv".
@@ -105,13 +105,13 @@ class PointToPoint(Dispatcher):
             begin: `clock()` at the beginning.
         """
         here = other != ANY_SOURCE and self.nodes[other] == self.node
-        moved = Moved("message", nbytes * (here and other != self.rank), nbytes * (not here))
+        volume = Volume("message", nbytes * (here and other != self.rank), nbytes * (not here))
         ends = [self.world_ranks[self.rank], "{}" if other == ANY_SOURCE else self.world_ranks[other]]
         source, dest = ends if operation == "send" else reversed(ends)
         key = f"{self.label}: message {tag} from {source} to {dest}"
-        self.journal.note(operation, self.label, moved, begin)
-        number = 0 if other == ANY_SOURCE else self.journal.number(key)
-        return Note(self.journal, operation, self.label, moved, key, number)
+        self.journal.count(operation, self.label, volume, begin)
+        number = 0 if other == ANY_SOURCE else self.journal.next_number(key)
+        return Note(self.journal, operation, self.label, volume, key, number)
 
     def irecv(self, x: Any, source: int, tag: int = 0) -> Messages:
         """Begin to receive a message of exactly x's length from rank source into x.
@@ -133,116 +133,116 @@ class PointToPoint(Dispatcher):
         device = self._device_of("recv", (tensor,))
         ranks = self.world_ranks
         awaited = [r for r in ranks if r != ranks[self.rank]] if source == ANY_SOURCE else [ranks[source]]
-        note = self._noted("recv", source, tag, 0, clock()) if self.journal.on else None
-        landing = self._landing(tensor, device)
+        note = self._begin_note("recv", source, tag, 0, clock()) if self.journal.on else None
+        receive_buffer = self._receive_buffer(tensor, device)
         wait = MessageWait(self._message_record, awaited, self.process.progress, note)
-        return ReceiveWork(self._messages, source, _checked(tag), landing, wait)
+        return ReceiveWork(self._messages, source, _check_tag(tag), receive_buffer, wait)
 
-    def _near(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _mpi_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return memory that MPI can read, filled: the tensor itself, or a copy of it in host memory."""
         device = self._device_of("send", (tensor,))
         if device is None:
             return tensor
-        near = tensor
+        buffer = tensor
         if not self._takes_addresses(device):
-            near = pinned(tensor.shape, tensor.dtype, device).copy_(tensor.detach(), non_blocking=True)
-        recorded(device).synchronize()
-        return near
+            buffer = empty_pinned(tensor.shape, tensor.dtype, device).copy_(tensor.detach(), non_blocking=True)
+        record_event(device).synchronize()
+        return buffer
 
-    def _landing(self, tensor: torch.Tensor, device: torch.device | None) -> Landing:
+    def _receive_buffer(self, tensor: torch.Tensor, device: torch.device | None) -> ReceiveBuffer:
         if device is None:
-            return Landing(tensor, tensor, None)
-        asked = recorded(device)
+            return ReceiveBuffer(tensor, tensor, None)
+        ready = record_event(device)
         if self._takes_addresses(device):
-            asked.synchronize()
-            return Landing(tensor, tensor, None)
-        return Landing(tensor, pinned(tensor.shape, tensor.dtype, device), asked)
+            ready.synchronize()
+            return ReceiveBuffer(tensor, tensor, None)
+        return ReceiveBuffer(tensor, empty_pinned(tensor.shape, tensor.dtype, device), ready)
 
     def _takes_addresses(self, device: torch.device) -> bool:
         memory = self.process.device_memory
         if memory.mpi_reads is None:
-            memory.mpi_reads = takes_addresses(device.type)
+            memory.mpi_reads = accepts_addresses(device.type)
         return memory.way in ("auto", "mpi") and memory.mpi_reads
 
 
 @dataclass(frozen=True)
-class Landing:
+class ReceiveBuffer:
     """Destination of a received message.
 
     Attributes:
         tensor: Tensor of the caller.
-        near: Memory that MPI writes: that of the tensor, or a host buffer.
-        asked: Event on the tensor's device; the host buffer may be copied to the tensor after it. None if MPI writes
+        buffer: Memory that MPI writes: that of the tensor, or a host buffer.
+        ready: Event on the tensor's device; the host buffer may be copied to the tensor after it. None if MPI writes
             the tensor itself.
     """
 
     tensor: torch.Tensor
-    near: torch.Tensor
-    asked: torch.Event | None
+    buffer: torch.Tensor
+    ready: torch.Event | None
 
     def copy(self) -> None:
         """Copy the received data to the caller's tensor if MPI has written a host buffer."""
-        if self.asked is not None:
-            current_stream(self.tensor.device).wait_event(self.asked)
-            self.tensor.detach().copy_(self.near, non_blocking=True)
+        if self.ready is not None:
+            current_stream(self.tensor.device).wait_event(self.ready)
+            self.tensor.detach().copy_(self.buffer, non_blocking=True)
 
 
 class ReceiveWork(Messages):
     """Handle of a receive: the header arrives first, then the data."""
 
-    def __init__(self, comm: MPI.Intracomm, source: int, tag: int, landing: Landing, wait: MessageWait) -> None:
+    def __init__(self, comm: MPI.Intracomm, source: int, tag: int, target: ReceiveBuffer, wait: MessageWait) -> None:
         """Post the receive of the header.
 
         Args:
             comm: Communicator of the messages.
             source: Rank that sends, or ANY_SOURCE.
             tag: Tag of the header.
-            landing: Destination of the data.
-            wait: Description of a wait for the message, for the watchdog and the journal.
+            target: Destination of the data.
+            wait: Description of a wait for the message, for the watchdog and the traffic counters.
         """
         name = "receive from any rank" if source == ANY_SOURCE else f"receive from rank {source}"
-        self._comm, self._landing = comm, landing
+        self._comm, self._receive_buffer = comm, target
         self._header = np.empty(2, dtype=np.int64)
-        self._opened = False
-        super().__init__(name, landing.tensor, [comm.Irecv(self._header, source, tag)], wait)
+        self._header_received = False
+        super().__init__(name, target.tensor, [comm.Irecv(self._header, source, tag)], wait)
         self._progress.expect(self)
 
     def advance(self) -> None:
         """Post the receive of the data if the header has arrived; see `mpitrain.comm.runtime.progress`."""
-        self._test(lambda: self._opened or self._complete)
+        self._test(lambda: self._header_received or self._complete)
 
     def cancel(self, comm: MPI.Intracomm) -> None:
         """Cancel the receive if it belongs to this communicator and its header has not arrived."""
         self.advance()
         with self._lock:
-            if self._comm is comm and not self._opened and not self._complete:
+            if self._comm is comm and not self._header_received and not self._complete:
                 self._failure = f"{self._record.label} was freed before {self._name} was complete"
                 self._requests[0].Cancel()
                 self._requests[0].Wait()
                 self._end()
 
-    def has_left(self) -> bool:
-        """Return True if MPI has finished with the message's memory; never blocks. See `Messages.has_left`."""
-        return self._opened and super().has_left()
+    def is_buffer_free(self) -> bool:
+        """Return True if MPI has finished with the message's memory; never blocks. See `Messages.is_buffer_free`."""
+        return self._header_received and super().is_buffer_free()
 
     def _proceed(self, statuses: list[MPI.Status]) -> list[MPI.Request]:
-        if self._opened:
-            self._landing.copy()
+        if self._header_received:
+            self._receive_buffer.copy()
             return []
-        self._opened = True
+        self._header_received = True
         self._progress.receives.discard(self)
         nbytes, data_tag = self._header.tolist()
         rank = self.source = statuses[0].source
-        place = self._landing.near
+        place = self._receive_buffer.buffer
         if nbytes != place.nbytes:
             self._failure = (
-                f"{self._record.label}: {self._name}: a message of {nbytes} bytes arrived from rank {rank} where rank "
-                f"{self._comm.rank} expects {place.nbytes}; send and receive tensors of one size and type"
+                f"{self._record.label}: {self._name}: a message of {nbytes} bytes arrived from rank {rank}, but rank "
+                f"{self._comm.rank} expects {place.nbytes}; send and receive tensors of the same size and type"
             )
             # receive the data anyway and discard them, because their sender may wait for that
             place = torch.empty(nbytes, dtype=torch.uint8)
-            self._landing = Landing(place, place, None)
-        return [self._comm.Irecv(spec, rank, data_tag) for spec in in_messages(place)]
+            self._receive_buffer = ReceiveBuffer(place, place, None)
+        return [self._comm.Irecv(spec, rank, data_tag) for spec in message_buffers(place)]
 
     def _end(self) -> None:
         self._progress.receives.discard(self)
@@ -256,8 +256,8 @@ def _data_tags() -> range:
     return range(highest - _TAGS + 1, highest + 1)
 
 
-def _checked(tag: int) -> int:
+def _check_tag(tag: int) -> int:
     """Return the caller's tag. Raises InputError unless it is in the range of header tags."""
     if not 0 <= tag < _data_tags().start:
-        raise InputError(f"tag {tag} is not possible; give one from 0 to {_data_tags().start - 1}")
+        raise InputError(f"tag {tag} is out of range; use one from 0 to {_data_tags().start - 1}")
     return tag

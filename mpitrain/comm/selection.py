@@ -2,8 +2,8 @@
 
 Each `Algorithm` makes its program and states its requirements. The tables list them in the order in which messages name
 them. A call uses the requested algorithm, or with "auto" the fastest possible one, or a fallback if the algorithm
-cannot serve the call. Operations select when they bind a vector to memory; `serving` selects for a setting alone,
-without any ranks. Users can add algorithms:
+cannot serve the call. Operations select when they bind a vector to memory; `select_program` selects for a setting
+alone, without any ranks. Users can add algorithms:
 
     from mpitrain.comm.selection import ALL_REDUCE, Algorithm
 
@@ -96,7 +96,7 @@ def segments_of(nbytes: int, piece: int, most: int = 16) -> int:
     return max(1, min(most, -(-nbytes // piece)))
 
 
-def _messages(nbytes: int) -> int:
+def _message_count(nbytes: int) -> int:
     """Return the number of consecutive messages in which a block is sent."""
     return segments_of(nbytes, RING_SEGMENT)
 
@@ -154,7 +154,7 @@ class Algorithms(dict[str, Algorithm]):
             InputError: The operation already has an algorithm of that name.
         """
         if name == "auto" or name in self:
-            raise InputError(f"{self.operation} has an algorithm {name!r} already; register yours under another name")
+            raise InputError(f"{self.operation} already has an algorithm {name!r}; register yours under another name")
         self[name] = algorithm
 
     def unregister(self, name: str) -> None:
@@ -180,7 +180,7 @@ class Algorithms(dict[str, Algorithm]):
 KIB, MIB = 1 << 10, 1 << 20
 Rule = tuple[int, str]  # (limit, algorithm): use the algorithm for fewer bytes than the limit
 _NO_LIMIT = 1 << 62
-_CLEARLY = 0.95  # a faster algorithm is chosen if it takes less than this fraction of the current one's time
+_CLEAR_GAIN = 0.95  # a faster algorithm is chosen if it takes less than this fraction of the current one's time
 
 
 def _shared_from(*limits: int) -> dict[str, tuple[Rule, ...]]:
@@ -273,7 +273,7 @@ class Tuning:
         try:
             values = json.loads(text)
             measured = {
-                _present(key): tuple((int(limit), str(name)) for limit, name in rules)
+                _current_key(key): tuple((int(limit), str(name)) for limit, name in rules)
                 for key, rules in values["measured"].items()
             }
             if any(not rules or rules[-1][0] < _NO_LIMIT for rules in measured.values()):
@@ -294,7 +294,7 @@ def rules_key(operation: str, place: str, ranks: int) -> str:
     return f"{operation} {place}/{ranks}"
 
 
-def _present(key: str) -> str:
+def _current_key(key: str) -> str:
     """Return a key in the present format.
 
     In tables of the first format, all keys are of all_reduce and lack its name, and "oversubscribed" is "crowded".
@@ -318,7 +318,7 @@ def rules_from(times: Mapping[int, Mapping[str, float]]) -> tuple[Rule, ...]:
         fastest = min(times[size], key=times[size].__getitem__)
         if not chosen:
             chosen = fastest
-        elif times[size][fastest] < times[size].get(chosen, float("inf")) * _CLEARLY:
+        elif times[size][fastest] < times[size].get(chosen, float("inf")) * _CLEAR_GAIN:
             rules.append((round((last * size) ** 0.5), chosen))
             chosen = fastest
         last = size
@@ -346,7 +346,7 @@ def load_tuning(machine: str) -> Tuning:
         return Tuning()
 
 
-def keep_tuning(machine: str, measured: Mapping[str, Sequence[Rule]], origin: str) -> Path:
+def save_tuning(machine: str, measured: Mapping[str, Sequence[Rule]], origin: str) -> Path:
     """Write measured rules to the table of a machine, which keeps its other rules, and return the table's path.
 
     Args:
@@ -367,7 +367,7 @@ _DIRECT_NODES = 8  # up to this number, two_level sends directly between all nod
 def _halving_all_reduce(s: Setting) -> Program:
     if s.numel < s.size:
         return messages.doubling_all_reduce(s.size, s.nodes)
-    return messages.halving_all_reduce(s.size, _messages(s.nbytes // s.size), s.nodes)
+    return messages.halving_all_reduce(s.size, _message_count(s.nbytes // s.size), s.nodes)
 
 
 def _shared_all_reduce(s: Setting) -> Program:
@@ -379,15 +379,17 @@ def _shared_all_reduce(s: Setting) -> Program:
 def _two_level_all_reduce(s: Setting) -> Program:
     nodes = set(s.nodes)
     share = s.nbytes // max(1, len(nodes) * min(s.nodes.count(n) for n in nodes))
-    return shared.two_level_all_reduce(s.nodes, _messages(share), direct=len(nodes) <= _DIRECT_NODES)
+    return shared.two_level_all_reduce(s.nodes, _message_count(share), direct=len(nodes) <= _DIRECT_NODES)
 
 
 ALL_REDUCE = Algorithms(
     "all_reduce",
     {
         "mpi": LIBRARY,
-        "ring": Algorithm(lambda s: messages.ring_all_reduce(s.size, _messages(s.nbytes // s.size), s.nodes)),
-        "tree": Algorithm(lambda s: messages.tree_all_reduce(s.size, _messages(s.nbytes), s.nodes), reproduces=always),
+        "ring": Algorithm(lambda s: messages.ring_all_reduce(s.size, _message_count(s.nbytes // s.size), s.nodes)),
+        "tree": Algorithm(
+            lambda s: messages.tree_all_reduce(s.size, _message_count(s.nbytes), s.nodes), reproduces=always
+        ),
         "halving": Algorithm(_halving_all_reduce, reproduces=lambda s: s.size & (s.size - 1) == 0),
         "shared": Algorithm(
             _shared_all_reduce, one_node=True, reach=True, stages=True, reproduces=always, instead="two_level or auto"
@@ -407,7 +409,7 @@ REDUCE_SCATTER = Algorithms(
     "reduce_scatter",
     {
         "mpi": LIBRARY,
-        "ring": Algorithm(lambda s: messages.ring_reduce_scatter(s.size, _messages(s.block), s.nodes)),
+        "ring": Algorithm(lambda s: messages.ring_reduce_scatter(s.size, _message_count(s.block), s.nodes)),
         "halving": Algorithm(lambda s: messages.halving_reduce_scatter(s.size, s.nodes)),
         "pairwise": Algorithm(lambda s: messages.pairwise_reduce_scatter(s.size, s.nodes), reproduces=always),
         "shared": Algorithm(_shared_reduce_scatter, one_node=True, reach=True, reproduces=always),
@@ -418,7 +420,7 @@ ALL_GATHER = Algorithms(
     "all_gather",
     {
         "mpi": LIBRARY,
-        "ring": Algorithm(lambda s: messages.ring_all_gather(s.size, _messages(s.block), s.nodes)),
+        "ring": Algorithm(lambda s: messages.ring_all_gather(s.size, _message_count(s.block), s.nodes)),
         "halving": Algorithm(lambda s: messages.doubling_all_gather(s.size, s.nodes)),
         "shared": Algorithm(lambda s: shared.shared_all_gather(s.size), one_node=True, reach=True),
     },
@@ -429,7 +431,7 @@ BROADCAST = Algorithms(
     {
         "mpi": LIBRARY,
         "shared": Algorithm(lambda s: shared.shared_broadcast(s.size, s.root), one_node=True, reach=True),
-        "tree": Algorithm(lambda s: messages.tree_broadcast(s.size, s.root, _messages(s.nbytes), s.nodes)),
+        "tree": Algorithm(lambda s: messages.tree_broadcast(s.size, s.root, _message_count(s.nbytes), s.nodes)),
     },
 )
 
@@ -443,14 +445,14 @@ REDUCE = Algorithms(
     {
         "mpi": LIBRARY,
         "shared": Algorithm(_shared_reduce, one_node=True, reach=True),
-        "tree": Algorithm(lambda s: messages.tree_reduce(s.size, s.root, _messages(s.nbytes), s.nodes)),
+        "tree": Algorithm(lambda s: messages.tree_reduce(s.size, s.root, _message_count(s.nbytes), s.nodes)),
     },
 )
 
 TABLES = {table.operation: table for table in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE)}
 
 
-def serving(operation: str, setting: Setting, algorithm: str = "auto") -> tuple[str, Program | None]:
+def select_program(operation: str, setting: Setting, algorithm: str = "auto") -> tuple[str, Program | None]:
     """Return the algorithm that a call uses for fp32 in host memory, by the same choice as the operation itself.
 
     If an algorithm has to access a vector in private memory, the vector passes through shared staging memory. The
@@ -472,11 +474,11 @@ def serving(operation: str, setting: Setting, algorithm: str = "auto") -> tuple[
     algorithms = TABLES.get(operation)
     if algorithms is None:
         raise InputError(f"operation {operation!r} has no table of algorithms; use {', '.join(TABLES)}")
-    name = _name(algorithms, setting, algorithm)
+    name = _algorithm_name(algorithms, setting, algorithm)
     chosen = all_reduce_algorithm(name, setting) if algorithms is ALL_REDUCE else algorithms[name]
     if chosen.reach and setting.memory == "private" and not chosen.stages:
         if algorithms is not ALL_REDUCE:
-            raise InputError(f"algorithm {name} of {operation} cannot reach private memory; use {chosen.instead}")
+            raise InputError(f"algorithm {name} of {operation} cannot access private memory; use {chosen.instead}")
         name, chosen = "ring", all_reduce_algorithm("ring", setting)
     if chosen.one_node and not setting.one_node:
         raise InputError(f"algorithm {name} of {operation} needs all ranks on one node; use {chosen.instead}")
@@ -485,14 +487,14 @@ def serving(operation: str, setting: Setting, algorithm: str = "auto") -> tuple[
     return name, chosen.program(setting)
 
 
-def _name(algorithms: Algorithms, setting: Setting, algorithm: str) -> str:
-    name, by_itself = algorithm, algorithm == "auto"
-    if by_itself and algorithms.operation == "all_gather" and setting.block * setting.size != setting.nbytes:
+def _algorithm_name(algorithms: Algorithms, setting: Setting, algorithm: str) -> str:
+    name, is_auto = algorithm, algorithm == "auto"
+    if is_auto and algorithms.operation == "all_gather" and setting.block * setting.size != setting.nbytes:
         name = "mpi"  # blocks have different lengths
-    elif by_itself:
+    elif is_auto:
         name = fastest(algorithms, setting, Tuning(), lambda: setting.memory == "reachable")
     if algorithms is REDUCE_SCATTER:
-        return reduce_scatter_name(name, setting, by_itself=by_itself, halves=False)
+        return reduce_scatter_name(name, setting, is_auto=is_auto, is_half=False)
     return all_gather_name(name, setting) if algorithms.operation == "all_gather" else name
 
 
@@ -532,17 +534,17 @@ def all_reduce_algorithm(name: str, setting: Setting) -> Algorithm:
     return PAIRWISE_ALL_REDUCE if setting.reproducible and not algorithm.reproduces(setting) else algorithm
 
 
-def reduce_scatter_name(name: str, setting: Setting, *, by_itself: bool, halves: bool) -> str:
+def reduce_scatter_name(name: str, setting: Setting, *, is_auto: bool, is_half: bool) -> str:
     """Return the name of the algorithm to use for a requested reduce_scatter algorithm.
 
     Args:
         name: Requested algorithm, or the choice of "auto".
         setting: Setting of the call.
-        by_itself: True if "auto" chose the algorithm.
-        halves: True if elements have 16 bits. "auto" then uses pairwise instead of mpi, which sums 16-bit messages in
+        is_auto: True if "auto" chose the algorithm.
+        is_half: True if elements have 16 bits. "auto" then uses pairwise instead of mpi, which sums 16-bit messages in
             fp32 where they arrive.
     """
-    if name == "mpi" and by_itself and halves:
+    if name == "mpi" and is_auto and is_half:
         name = "pairwise"
     elif name == "mpi" and setting.numel > LARGEST_COUNT:
         name = "ring"

@@ -13,7 +13,7 @@ from mpitrain.comm.collectives.transports.choice import DeviceMemory
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.job import launcher
 from mpitrain.comm.job.abort import Faults, abort
-from mpitrain.comm.job.arrival import end, limit, watched
+from mpitrain.comm.job.arrival import abort_start, require_all_ranks, start_timeout
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import all_gather_bytes, discover, find_share, ranks_in, spare_cores, this_machine
 from mpitrain.comm.memory.arena import ArenaIndex
@@ -52,22 +52,22 @@ def init(
     """
     global _world
     if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
-        raise InputError(f"init(comm=...) takes an intracommunicator of mpi4py that has this rank, not {comm!r:.80}")
+        raise InputError(f"init(comm=...) needs an mpi4py intracommunicator that contains this rank, not {comm!r:.80}")
     if _world is not None:
         if comm is not None and MPI.Comm.Compare(comm, _world._comm) not in (MPI.IDENT, MPI.CONGRUENT):
             raise InputError(
-                f"init(comm=...): the world has been made of {_world.size} ranks, and this communicator has others or "
-                "another order; a process has one world: give this one to the first init, or use world.subgroup"
+                f"init(comm=...): the world already exists with {_world.size} ranks, and this communicator has other "
+                "ranks or another order; pass it to the first call of init, or use world.subgroup"
             )
         if abort_on_error:  # an earlier call may have passed False: the backend does
             _world.process.faults.install()
         return _world
-    among = () if comm is None else ranks_in(comm, MPI.COMM_WORLD)
-    with watched(limit(timeout), among):
+    ranks = () if comm is None else ranks_in(comm, MPI.COMM_WORLD)
+    with require_all_ranks(start_timeout(timeout), ranks):
         try:
-            _world = _make(comm, timeout, abort_on_error, debug)
+            _world = _make_world(comm, timeout, abort_on_error, debug)
         except MPI.Exception as error:
-            _end_without_the_dead(error)
+            _exit_after_failed_init(error)
     if _world.size > 1:
         _world.process.watchdog.start()
     leave = partial(_leave, os.getpid())
@@ -76,10 +76,10 @@ def init(
     return _world
 
 
-def _make(given: MPI.Intracomm | None, timeout: float, abort_on_error: bool, debug: bool | None) -> Communicator:
-    comm = (given or MPI.COMM_WORLD).Dup()
+def _make_world(base: MPI.Intracomm | None, timeout: float, abort_on_error: bool, debug: bool | None) -> Communicator:
+    comm = (base or MPI.COMM_WORLD).Dup()
     comm.Set_errhandler(MPI.ERRORS_RETURN)
-    faults = Faults(comm.Dup(), leave=None if given is None else partial(abort, comm))
+    faults = Faults(comm.Dup(), leave=None if base is None else partial(abort, comm))
     if abort_on_error:
         faults.install()
     if MPI.COMM_WORLD.size == 1:
@@ -101,10 +101,10 @@ def _make(given: MPI.Intracomm | None, timeout: float, abort_on_error: bool, deb
     return Communicator(comm, topology, process, "world")
 
 
-def _end_without_the_dead(error: MPI.Exception) -> NoReturn:
+def _exit_after_failed_init(error: MPI.Exception) -> NoReturn:
     """End this process because ranks died before the world existed. Only MPI with fault tolerance names the dead."""
     time.sleep(_PATIENCE)  # if the dead rank ran on this host, the thread that watches the start names it
-    failed = MPI.COMM_WORLD.Get_failed() if not launcher.lacks_for_faults() else MPI.GROUP_EMPTY
+    failed = MPI.COMM_WORLD.Get_failed() if not launcher.missing_for_faults() else MPI.GROUP_EMPTY
     if not failed.size:
         raise CommunicationError(f"init failed in MPI: {error}") from error
     ranks = MPI.Group.Translate_ranks(failed, range(failed.size), MPI.COMM_WORLD.group)
@@ -112,7 +112,9 @@ def _end_without_the_dead(error: MPI.Exception) -> NoReturn:
     if MPI.COMM_WORLD.rank != first:
         time.sleep(_PATIENCE)
         os._exit(EXIT_FAILED)
-    end(f"mpitrain: rank {first}: ranks {ranks} died on another host during init; look there, and start the job again")
+    abort_start(
+        f"mpitrain: rank {first}: ranks {ranks} died on another host during init; check it and start the job again"
+    )
 
 
 def _leave(process: int) -> None:
@@ -129,7 +131,7 @@ def _end_together(watchdog: Watchdog, progress: ProgressEngine, arenas: ArenaInd
         arenas.free_windows()
 
 
-def replace(world: Communicator) -> None:
+def replace_world(world: Communicator) -> None:
     """Make `world` the world of this process, returned by later calls of `init`."""
     global _world
     _world = world
@@ -159,7 +161,7 @@ def carry_device_memory(way: str) -> None:
     if _world is not None:
         memory = _world.process.device_memory
         if memory.device is not None and memory.way != way:
-            raise refusal(f"device memory is carried by {memory.way} already; choose {way} before the first operation")
+            raise refusal(f"device memory already travels by {memory.way}; choose {way} before the first operation")
         memory.way = way
         _world.process.arenas.maps_devices = way in ("auto", "peer")
 
@@ -181,13 +183,14 @@ def _refuse_singletons(environment: os._Environ[str] | dict[str, str]) -> None:
         if launched > 1:
             library = MPI.Get_library_version().splitlines()[0].strip("\0 ")
             refuse(
-                f"mpirun started {launched} processes, but each sees itself alone: mpi4py uses {library}, mpirun "
-                "belongs to another MPI; use the mpirun of the same installation (python -m mpitrain.doctor)"
+                f"mpirun started {launched} processes, but each is alone in its MPI world: mpi4py uses {library}, and "
+                "mpirun belongs to another MPI; use the mpirun of the same installation (python -m mpitrain.doctor)"
             )
         return
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or 1)
     if tasks > 1:
         refuse(
-            f"Slurm has {tasks} tasks, but this process sees itself alone: start it with srun --mpi=pmi2 (MPICH), "
-            "srun --mpi=pmix (Open MPI) or mpirun, whichever the MPI was built for; srun --mpi=list shows the kinds"
+            f"Slurm has {tasks} tasks, but this process is alone in its MPI world: start it with srun --mpi=pmi2 "
+            "(MPICH), srun --mpi=pmix (Open MPI) or mpirun, as the MPI library was built; srun --mpi=list shows what "
+            "Slurm offers"
         )

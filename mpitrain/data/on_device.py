@@ -65,7 +65,7 @@ def on_device(batches: Iterable[T], to: torch.device, ahead: int = 2) -> Iterato
                 break
             with stream:
                 there = mapped(lambda t: t.to(to, non_blocking=True), host)
-            copied = device.recorded(to, stream)
+            copied = device.record_event(to, stream)
             coming.append((there, copied))
             copying.append((host, copied))
         if not coming:
@@ -98,7 +98,7 @@ def pin(batch: T, to: torch.device) -> T:
     def pinned(tensor: torch.Tensor) -> torch.Tensor:
         if device.is_accelerator(tensor.device) or tensor.is_pinned():
             return tensor
-        return device.pinned(tensor.shape, tensor.dtype, to).copy_(tensor)
+        return device.empty_pinned(tensor.shape, tensor.dtype, to).copy_(tensor)
 
     return mapped(pinned, batch)
 

@@ -14,7 +14,7 @@ import torch
 from mpitrain.comm import Arena, Communicator
 from mpitrain.comm.inspection import reads_neighbours
 from mpitrain.comm.job.topology import this_machine
-from mpitrain.comm.selection import TABLES, Algorithms, Setting, describe_rules, keep_tuning, rules_from, rules_key
+from mpitrain.comm.selection import TABLES, Algorithms, Setting, describe_rules, rules_from, rules_key, save_tuning
 from mpitrain.errors import InputError
 from mpitrain.inference.commands import parse
 from mpitrain.measuring.self_start import byte_sizes, make_parser, run_measurement
@@ -135,7 +135,7 @@ def _tune(world: Communicator, options: argparse.Namespace) -> str:
         rules[key] = rules_from(medians)
         if world.rank == 0:
             print(f"  {key.rpartition('/')[0]}: {describe_rules(rules[key])}", flush=True)
-    return str(world.on_root(lambda: str(keep_tuning(this_machine(), rules, origin))))
+    return str(world.on_root(lambda: str(save_tuning(this_machine(), rules, origin))))
 
 
 def _print_rules(paths: dict[int, str]) -> None:

@@ -184,13 +184,13 @@ class _DeviceTimes:
         from mpitrain.comm.memory import device as devices
 
         self._devices, self._device = devices, device
-        self._origin = devices.recorded(device, timed=True)
+        self._origin = devices.record_event(device, timed=True)
         self._origin.synchronize()
         self._began = now()  # host time at which the first event completed
 
     def stamp(self) -> torch.Event:
         """Return an event recorded after all work launched on the device so far."""
-        return self._devices.recorded(self._device, timed=True)
+        return self._devices.record_event(self._device, timed=True)
 
     def seconds(self, first: torch.Event, last: torch.Event) -> float:
         """Return the seconds between two completed events.

@@ -158,10 +158,10 @@ class LayoutPlaces:
         data = self.replicas
         if not self.layout.zero or self.layout.shard_within == "all":
             return data, None
-        across = self.carriers()
+        across = self.cross_node()
         return replace(data, nodes=data.nodes[:1] * data.local), across if across.size > 1 else None
 
-    def carriers(self) -> Group:
+    def cross_node(self) -> Group:
         """Return a group of one rank per node that exchanges updated parameters.
 
         Every rank of a node belongs to such a group, and all groups communicate at the same time.

@@ -158,7 +158,7 @@ def time_costs(blocks: Sequence[tuple[str, nn.Module]], x: Any) -> list[float]:
     """
     costs = []
     device = next((t.device for t in as_tuple(x) if isinstance(t, torch.Tensor)), devices.CPU)
-    with devices.generators_kept(device), torch.enable_grad():
+    with devices.preserve_generators(device), torch.enable_grad():
         for _, block in blocks:
             buffers = [(b, b.clone()) for b in block.buffers()]
             seconds, x = min((_timed(block, x) for _ in range(_TRIES)), key=lambda pair: pair[0])
@@ -262,7 +262,7 @@ def check_slices(blocks: Sequence[tuple[str, nn.Module]], x: torch.Tensor, y: to
     try:
         for module, _ in modes:
             module.training = False  # without dropout
-        with devices.generators_kept(x.device), torch.no_grad():
+        with devices.preserve_generators(x.device), torch.no_grad():
             for parameter in empty:
                 parameter.normal_(std=0.1)
             for name, block in blocks:

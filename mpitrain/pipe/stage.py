@@ -204,7 +204,7 @@ class Stage:
     def _recompute(self, kept: Kept) -> None:
         """Run forward again with a graph, from the same state of the random generators."""
         assert kept.random is not None
-        with devices.generators_kept(kept.random[-1][0]), torch.enable_grad():
+        with devices.preserve_generators(kept.random[-1][0]), torch.enable_grad():
             for device, state in kept.random:
                 devices.set_generator_state(device, state)
             x = kept.inputs[0] if kept.single else kept.inputs

@@ -248,7 +248,7 @@ class Bounds:
         replicated = took("all_reduce", nbytes / shard.size, replicas)
         published = 0.0
         if zero and places.shared and replicas is None:
-            published = took("all_gather", nbytes / places.replicas.local, places.carriers())
+            published = took("all_gather", nbytes / places.replicas.local, places.cross_node())
         elif zero and not places.shared and not places.gathers:
             published = took("all_gather", nbytes, shard)
         whole = zero == 0 and not places.overlaps

@@ -37,7 +37,7 @@ import numpy as np
 
 from mpitrain.comm.algorithms import messages
 from mpitrain.comm.programs.program import Machine, Program, simulate
-from mpitrain.comm.selection import Setting, serving
+from mpitrain.comm.selection import Setting, select_program
 from mpitrain.parallel.places import Group
 from mpitrain.planner.machine import Device, Measured
 
@@ -119,7 +119,7 @@ class CollectiveTimes:
         return links.latency * float(links.flights(nbytes)) + nbytes * beside / links.bandwidth
 
     def _corrected(self, operation: str, nbytes: int, group: Group, memory: str) -> float:
-        name, _ = serving(operation, self._setting(nbytes, group, memory))
+        name, _ = select_program(operation, self._setting(nbytes, group, memory))
         ratio = self._ratio(operation, name, nbytes, group, memory) if self._rows else 1.0
         return self._simulated(operation, name, nbytes, group, memory) * ratio
 
@@ -144,7 +144,7 @@ class CollectiveTimes:
 
     def _simulated(self, operation: str, name: str, nbytes: int, group: Group, memory: str) -> float:
         links = self._shared_with(group.beside)
-        _, program = serving(operation, self._setting(nbytes, group, memory), algorithm=name)
+        _, program = select_program(operation, self._setting(nbytes, group, memory), algorithm=name)
         if program is None:
             instant = replace(links, step=0.0)
             halves = operation == "all_reduce" or group.size & (group.size - 1) == 0  # halving needs a power of two
@@ -152,7 +152,7 @@ class CollectiveTimes:
             possible = (_FEW_STEPS[operation] if halves else ()) + (_MANY_STEPS[operation] if many else ())
             return min(_run(make(group.size, group.nodes), nbytes, instant) for make in possible)
         if nbytes > 2 * _LARGE and group.spans == 1:  # the number of steps of such programs grows with bytes
-            few, more = (serving(operation, self._setting(n * _LARGE, group, memory))[0] for n in (1, 2))
+            few, more = (select_program(operation, self._setting(n * _LARGE, group, memory))[0] for n in (1, 2))
             if few == more == name:
                 first, then = (self._simulated(operation, name, n * _LARGE, group, memory) for n in (1, 2))
                 return first + (then - first) * (nbytes / _LARGE - 1)
@@ -166,7 +166,7 @@ class CollectiveTimes:
         for count in (_LONG, 2 * _LONG):
             smaller = replace(group, nodes=tuple(n for n in range(count) for _ in range(group.size // nodes)))
             setting = self._setting(nbytes * count // nodes, smaller, memory)
-            _, program = serving(operation, setting, algorithm=name)
+            _, program = select_program(operation, setting, algorithm=name)
             assert program is not None
             times.append(_run(program, setting.nbytes, self._shared_with(group.beside)))
         return times[1] + (times[1] - times[0]) * (nodes / _LONG - 2)

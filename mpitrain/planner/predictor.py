@@ -295,10 +295,10 @@ class StepSimulation:
         gather = 0.0
         if self.places.shared:
             gather += self.predictor.collectives.barrier(places.replicas)
-            carriers = places.carriers()
-            if carriers.size > 1 and self.replicas is None:
+            cross_node = places.cross_node()
+            if cross_node.size > 1 and self.replicas is None:
                 local = places.replicas.local
-                gather += sum(self.seconds("all_gather", b / local, carriers, "private") for b in holds.buckets)
+                gather += sum(self.seconds("all_gather", b / local, cross_node, "private") for b in holds.buckets)
         elif not self.places.gathers:
             gather += sum(self.seconds("all_gather", nbytes, self.shard) for nbytes in holds.buckets)
         self.parts["parameters"] += gather

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.comm.memory.device import is_accelerator, pinned
+from mpitrain.comm.memory.device import empty_pinned, is_accelerator
 from mpitrain.errors import refusal
 from mpitrain.shard.flat import FlatGroup, numbered
 
@@ -156,7 +156,7 @@ def _made(
     """Return a flat parameter of a parameter or stretch of flat memory, with a copy for the optimizer if needed."""
     dtype = stored.dtype if stored.element_size() >= 4 else torch.float32
     if on_host and is_accelerator(stored.device):
-        values = pinned(stored.shape, dtype, stored.device).copy_(stored.detach())
+        values = empty_pinned(stored.shape, dtype, stored.device).copy_(stored.detach())
         return FlatParameter(nn.Parameter(values), stored.detach(), gradient, *rest)
     if dtype != stored.dtype:
         return FlatParameter(nn.Parameter(stored.detach().to(dtype)), stored.detach(), gradient, *rest)

@@ -146,7 +146,7 @@ class HostUpdate:
 
     def _copy(self, chosen: Sequence[FlatParameter]) -> None:
         """Copy gradients to the host, after all work that is queued on the current stream."""
-        self._leaving.wait_event(devices.recorded(self._device))
+        self._leaving.wait_event(devices.record_event(self._device))
         for flat_parameter in chosen:
             gradient = flat_parameter.gradient()
             if gradient is None:
@@ -155,12 +155,12 @@ class HostUpdate:
             into = self._like(gradient, self._gradients, flat_parameter)
             with self._leaving:
                 into.copy_(gradient, non_blocking=True)
-            self._arrived[id(flat_parameter)] = devices.recorded(self._device, self._leaving)
+            self._arrived[id(flat_parameter)] = devices.record_event(self._device, self._leaving)
 
     def _like(self, tensor: torch.Tensor, kept: dict[int, torch.Tensor], of: FlatParameter) -> torch.Tensor:
         """Return the pinned memory of a flat parameter in the shape and dtype of `tensor`, allocated on first use."""
         if id(of) not in kept:
-            kept[id(of)] = devices.pinned(tensor.shape, tensor.dtype, self._device)
+            kept[id(of)] = devices.empty_pinned(tensor.shape, tensor.dtype, self._device)
         return kept[id(of)]
 
     def gradient(self, flat_parameter: FlatParameter) -> torch.Tensor | None:
@@ -181,8 +181,8 @@ class HostUpdate:
             self._returned.synchronize()
             self._returned = None
         if self._in_place:
-            devices.recorded(self._device).synchronize()  # the device may still read the values
-        self._returning.wait_event(devices.recorded(self._device))  # the parameters are read until then
+            devices.record_event(self._device).synchronize()  # the device may still read the values
+        self._returning.wait_event(devices.record_event(self._device))  # the parameters are read until then
 
     def store(self, flat_parameter: FlatParameter) -> None:
         """Start to copy an updated value into the parameter that it is a copy of, rounded to the parameter's dtype."""
@@ -196,5 +196,5 @@ class HostUpdate:
 
     def end(self) -> None:
         """Make the current stream wait for the updated parameters."""
-        self._returned = devices.recorded(self._device, self._returning)
+        self._returned = devices.record_event(self._device, self._returning)
         devices.current_stream(self._device).wait_event(self._returned)

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from mpitrain.comm import Arena, Communicator, Work
 from mpitrain.comm.communicator import NodeCopy
-from mpitrain.comm.memory.device import current_stream, is_accelerator, pinned, recorded
+from mpitrain.comm.memory.device import current_stream, empty_pinned, is_accelerator, record_event
 from mpitrain.shard.flat import FlatGroup
 from mpitrain.shard.offload import HOST, MappedFiles
 
@@ -192,7 +192,7 @@ class NodeParameters(Parameters):
         groups: Parameters and their places in flat memory.
         copies: Shared memory of the node, one copy for each group.
         comm: All ranks.
-        carriers: Ranks with this rank's local rank on all nodes, which exchange their shares between the nodes. Their
+        cross_node: Ranks with this rank's local rank on all nodes, which exchange their shares between the nodes. Their
             shares are adjacent (see `shard_order`). None on one node.
         share: Number of this rank's share.
     """
@@ -202,10 +202,10 @@ class NodeParameters(Parameters):
         groups: Sequence[FlatGroup],
         copies: Sequence[NodeCopy],
         comm: Communicator,
-        carriers: Communicator | None,
+        cross_node: Communicator | None,
         share: int,
     ) -> None:
-        self._groups, self._copies, self._comm, self._carriers, self._share = groups, copies, comm, carriers, share
+        self._groups, self._copies, self._comm, self._cross_node, self._share = groups, copies, comm, cross_node, share
         for group, copy in zip(groups, copies, strict=True):
             move_into(group, copy.tensor, fill=comm.local_rank == 0)
         self._node_barrier()
@@ -214,14 +214,14 @@ class NodeParameters(Parameters):
         return self._copies[group].tensor[lo:hi]
 
     def publish(self) -> None:
-        if self._carriers is not None:
-            nodes = self._carriers.size
-            first = self._share - self._carriers.rank
+        if self._cross_node is not None:
+            nodes = self._cross_node.size
+            first = self._share - self._cross_node.rank
             for group, copy in zip(self._groups, self._copies, strict=True):
                 for b in range(group.layout.buckets):
                     lo, hi = group.layout.share(b, self._share)
                     begin, _ = group.layout.share(b, first)
-                    self._carriers.all_gather(copy.tensor[begin : begin + nodes * (hi - lo)], copy.tensor[lo:hi])
+                    self._cross_node.all_gather(copy.tensor[begin : begin + nodes * (hi - lo)], copy.tensor[lo:hi])
         self._node_barrier()
 
     def _node_barrier(self) -> None:
@@ -233,7 +233,7 @@ class NodeParameters(Parameters):
         return sum(copy.tensor.nbytes for copy in self._copies) / self._comm.local_size
 
     def gathered(self, microbatches: int) -> list[Gathered]:
-        return [] if self._carriers is None else [Gathered(self.nbytes(), self._carriers.size, 1)]
+        return [] if self._cross_node is None else [Gathered(self.nbytes(), self._cross_node.size, 1)]
 
     def free(self) -> None:
         for group in self._groups:
@@ -327,7 +327,7 @@ class ShardedParameters(Parameters):
         self._groups, self._shard, self._reshard = groups, shard, reshard_after_forward
         self._arenas: list[Arena] = []
         if offload:  # in host memory, or in files (Rajbhandari et al. 2021, ZeRO-Infinity, section 5.1)
-            self._shares = [pinned((g.layout.numel // g.layout.parts,), g.dtype, g.device) for g in groups]
+            self._shares = [empty_pinned((g.layout.numel // g.layout.parts,), g.dtype, g.device) for g in groups]
             if offload != HOST:
                 files = MappedFiles(Path(offload))
                 self._shares = [files.move(share) for share in self._shares]
@@ -436,7 +436,7 @@ class ShardedParameters(Parameters):
             self._drop_values(unit)
             unit.ready = False
         for g, buffer in unit.buffers.items():
-            self._pool[g].append((buffer, recorded(buffer.device) if is_accelerator(buffer.device) else None))
+            self._pool[g].append((buffer, record_event(buffer.device) if is_accelerator(buffer.device) else None))
         unit.buffers = {}
 
     # -- the passes

@@ -209,8 +209,8 @@ class Sharding:
                 return None
             copies.append(copy)
         carried = comm.num_nodes > 1 and self.replicas is None
-        carriers = self._split(comm.local_rank, 0, "carriers") if carried else None
-        return NodeParameters(groups, copies, comm, carriers, self.shard.rank)
+        cross_node = self._split(comm.local_rank, 0, "carriers") if carried else None
+        return NodeParameters(groups, copies, comm, cross_node, self.shard.rank)
 
     def _place_gradients(self) -> Gradients:
         """Return the placement of the gradients for this stage, with its memory. Collective."""

@@ -147,7 +147,7 @@ class VirtualWorkers:
         everyone = values.new_zeros((self.count, *values.shape[1:]))
         everyone[self.own.start : self.own.stop] = values
         comm.all_reduce(everyone)
-        fetched = device.fetched(everyone)
+        fetched = device.start_copy_to_host(everyone)
         return lambda: [_sum(numbers) for numbers in fetched().T.tolist()]
 
 

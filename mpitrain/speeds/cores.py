@@ -79,7 +79,7 @@ def measure(world: Communicator, effort: Effort) -> dict[str, Any]:
         CommunicationError: The processes that measure have failed.
     """
     from mpitrain.comm.job.topology import (
-        sharing,
+        groups_sharing_cores,
         siblings,
     )  # imported here because it loads MPI, which the started processes must not
 
@@ -90,7 +90,8 @@ def measure(world: Communicator, effort: Effort) -> dict[str, Any]:
         one_of.setdefault(core_of.get(thread, thread), thread)
     allowed = world.all_gather_object(list(one_of.values()))
     beside = [rank for rank in range(world.size) if world.nodes[rank] == world.node]
-    groups = [(beside[ranks[0]], sorted(cores)) for ranks, cores in sharing([allowed[rank] for rank in beside])]
+    shares = groups_sharing_cores([allowed[rank] for rank in beside])
+    groups = [(beside[ranks[0]], sorted(cores)) for ranks, cores in shares]
     plan, output = _Plan(effort), ""
     job = None
     for leader, cores in groups:
@@ -285,7 +286,7 @@ def _device_speeds(device: torch.device, quick: bool) -> dict[str, Any]:
     speeds["memory"] = hardware.total_memory_bytes(device)
     source, dest = (torch.ones(numel, device=device) for _ in range(2))
     speeds["memory_bandwidth"] = 2 * 4 * numel / _seconds_each(device, lambda: dest.copy_(source), seconds)
-    host = hardware.pinned([numel], torch.float32, device)
+    host = hardware.empty_pinned([numel], torch.float32, device)
     speeds["host_bandwidth"] = 4 * numel / _seconds_each(device, lambda: dest.copy_(host, non_blocking=True), seconds)
     speeds["matrix"] = {
         precision: {n: 2.0 * n**3 / _seconds_each(device, make_product(precision, n, device), seconds) for n in sizes}

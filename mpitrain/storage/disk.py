@@ -143,7 +143,7 @@ def write_whole(path: Path, data: bytes | str) -> None:
 def require_new(path: Path) -> None:
     """Raise InputError if `path` already exists."""
     if os.path.lexists(path):
-        raise InputError(f"{path} already exists; choose another name, or remove it")
+        raise InputError(f"{path} exists already; choose another name, or remove it")
 
 
 def free_name(path: Path) -> Path:

@@ -123,7 +123,7 @@ def _copied(tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
     copy_stream, compute_stream = device.new_stream(to), device.current_stream(to)
     with copy_stream:
         copy = tensor.to(to, non_blocking=True)
-    device.recorded(to, copy_stream).synchronize()  # so that later uses need not wait for the copy
+    device.record_event(to, copy_stream).synchronize()  # so that later uses need not wait for the copy
     copy.record_stream(compute_stream)
     return copy
 
@@ -136,7 +136,7 @@ def set_threads(world: Communicator, reproducible: bool) -> None:
         reproducible: If true, use one thread.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1 if reproducible else world.process.cores.each)
+        torch.set_num_threads(1 if reproducible else world.process.cores.per_rank)
 
 
 # -- errors when the device is full

@@ -36,7 +36,7 @@ from mpitrain.checkpoint.reading import Block, plan, wait_for_copies
 from mpitrain.checkpoint.store import Snapshot, snapshot_bytes
 from mpitrain.comm import Communicator
 from mpitrain.comm.faults import ulfm
-from mpitrain.comm.job.abort import exit_code, say
+from mpitrain.comm.job.abort import exit_code, print_error
 from mpitrain.config.settings import Config
 from mpitrain.errors import EXIT_REQUEUE, CommunicationError, InputError, MpitrainError
 from mpitrain.layout.mesh import axes_of, count_near, whole_groups_first
@@ -379,7 +379,7 @@ class Survivors(Callback):
         if trainer.world.rank == 0:
             which = "rank" if len(self._lost) == 1 else "ranks"
             waiting = self.everyone.size - trainer.world.size
-            say(
+            print_error(
                 f"mpitrain: {which} {', '.join(map(str, sorted(self._lost)))} died; going on from step {self._step} "
                 f"with {counted(trainer.world.size, 'rank')}{f' ({waiting} waiting)' if waiting else ''}, "
                 f"step {self._step + 1} done {'at most ' if self._at_most else ''}{seconds:.1f} s after the fault"
@@ -414,7 +414,7 @@ class Survivors(Callback):
                 agreed=True,
             )
         well = time.monotonic() - self._well if self.trains else 0.0
-        ago, self._at_most = ulfm.seconds_since(self.everyone, self._lost, well)
+        ago, self._at_most = ulfm.seconds_since_failure(self.everyone, self._lost, well)
         self._failed = time.monotonic() - ago
         if self._store is not None:
             self._store.abandon()
@@ -480,7 +480,7 @@ class Survivors(Callback):
             request = torch.empty(2, dtype=torch.int64)
             message = self.everyone.irecv(request, 0, _TAG)
             while not message.done():
-                if ulfm.noticed(self.everyone):
+                if ulfm.has_failure(self.everyone):
                     raise CommunicationError("ranks died while this one waited for those that train")
                 time.sleep(_PAUSE)
             what, code = request.tolist()

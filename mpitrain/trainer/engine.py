@@ -381,7 +381,7 @@ class Engine:
             if lr is not None:
                 set_rate(self.optimizer, lr)
             squares = self._updater.squares()
-            fetched = device.fetched(squares)
+            fetched = device.start_copy_to_host(squares)
             if unseen := self._updater.skips:
                 self._update_unseen(squares)
             squared_norm = float(fetched())

@@ -127,7 +127,7 @@ def run_programs(world, seeds: range) -> None:
     for seed in seeds:
         program = legal_programs.generate(seed, world.size)
         try:
-            legal_programs.perform(program, legal_programs.OverTorch(program.groups))
+            legal_programs.perform(program, legal_programs.TorchExecutor(program.groups))
         except BaseException as error:
             error.add_note(f"in the program of seed {seed}, rank {world.rank}")
             raise

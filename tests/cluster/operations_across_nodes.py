@@ -16,7 +16,7 @@ import mpitrain as mt
 from mpitrain.comm.selection import ALL_REDUCE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "comm"))
-from reference import DTYPES, assert_equal, meaningful, reduced, values
+from reference import DTYPES, assert_equal, expected_reduction, is_defined, values
 
 NUMELS = (1, 1001, 300_001)
 
@@ -24,14 +24,14 @@ NUMELS = (1, 1001, 300_001)
 def reductions(world: mt.Communicator, arena: mt.Arena) -> None:
     ranks = range(world.size)
     for dtype, op in product(DTYPES, ("sum", "avg", "max", "product")):
-        if not meaningful(op, dtype):
+        if not is_defined(op, dtype):
             continue
         for numel in NUMELS[:2]:
             x = values(numel, dtype, world.rank)
             world.all_reduce(x, op)
-            assert_equal(x, reduced(op, [values(numel, dtype, r) for r in ranks]), world.size)
+            assert_equal(x, expected_reduction(op, [values(numel, dtype, r) for r in ranks]), world.size)
     for dtype, numel in product((torch.float32, torch.bfloat16, torch.int64), NUMELS):
-        expected = reduced("sum", [values(numel, dtype, r) for r in ranks])
+        expected = expected_reduction("sum", [values(numel, dtype, r) for r in ranks])
         bits = []
         for algorithm, reproducible in product(("auto", "mpi", "ring", "tree", "halving", "two_level"), (False, True)):
             for x in (torch.empty(numel, dtype=dtype), arena.tensor.view(dtype)[:numel]):
@@ -48,7 +48,7 @@ def reductions(world: mt.Communicator, arena: mt.Arena) -> None:
             x, out = values(numel * world.size, dtype, world.rank), torch.empty(numel, dtype=dtype)
             world.reduce_scatter(out, x, "sum", algorithm)
             everyone = [values(numel * world.size, dtype, r).chunk(world.size)[world.rank] for r in ranks]
-            assert_equal(out, reduced("sum", everyone), world.size)
+            assert_equal(out, expected_reduction("sum", everyone), world.size)
 
 
 def movements(world: mt.Communicator) -> None:

@@ -10,7 +10,7 @@ from ways import WAYS, take_device_addresses
 
 from mpitrain.comm import Communicator
 
-_made: dict[str, Communicator] = {}
+_communicators: dict[str, Communicator] = {}
 
 
 @pytest.fixture(params=["cpu", *WAYS])
@@ -45,6 +45,6 @@ def comm(world: Communicator, way: str, device: torch.device, monkeypatch: pytes
     monkeypatch.setattr(world.process.arenas, "maps_devices", way == "peer")
     if way == "mpi":
         take_device_addresses(monkeypatch)
-    if way not in _made:
-        _made[way] = world.split(0)
-    return _made[way]
+    if way not in _communicators:
+        _communicators[way] = world.split(0)
+    return _communicators[way]

@@ -10,10 +10,10 @@ import torch
 
 import mpitrain as mt
 
-WARM = 500  # times after which caches have what they keep
+WARM_UP = 500  # repetitions after which caches no longer grow
 
 
-def resident() -> int:
+def resident_kib() -> int:
     """Return the resident memory of this process in KiB."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0])
@@ -36,9 +36,9 @@ if __name__ == "__main__":
             group.all_reduce(x, "max")
             group.all_reduce(x, "max", algorithm="ring")
             group.free()
-        if number == WARM:
-            before = resident()
-    grown = [str(kib) for kib in world.all_gather_object(resident() - before)]
+        if number == WARM_UP:
+            initial = resident_kib()
+    growth = [str(kib) for kib in world.all_gather_object(resident_kib() - initial)]
     engine.close()
     if world.rank == 0:
-        print("grown", *grown, f"in {time.monotonic() - begun:.0f} s")
+        print("growth", *growth, f"in {time.monotonic() - begun:.0f} s")

@@ -29,7 +29,7 @@ def values(numel: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
     return (torch.complex(parts[0], parts[1]) if dtype in COMPLEX else parts[0]).to(dtype)
 
 
-def reduced(op: str, contributions: list[torch.Tensor]) -> torch.Tensor:
+def expected_reduction(op: str, contributions: list[torch.Tensor]) -> torch.Tensor:
     dtype = contributions[0].dtype
     stacked = torch.stack(contributions)
     if dtype == torch.bool:
@@ -41,17 +41,17 @@ def reduced(op: str, contributions: list[torch.Tensor]) -> torch.Tensor:
     return (result(0) if result else getattr(wide, "a" + op)(0)).to(dtype)
 
 
-def meaningful(op: str, dtype: torch.dtype) -> bool:
+def is_defined(op: str, dtype: torch.dtype) -> bool:
     if op == "avg":
         return dtype != torch.bool
     return op not in ("min", "max") or dtype not in COMPLEX
 
 
-def assert_equal(got: torch.Tensor, wanted: torch.Tensor, ranks: int = 1) -> None:
+def assert_equal(actual: torch.Tensor, expected: torch.Tensor, ranks: int = 1) -> None:
     """Assert that integers are equal, and that floating-point numbers agree up to a few roundings."""
-    tolerance = TOLERANCE.get(got.dtype, 0.0) * ranks
-    got, wide = got.cpu(), _wide(got.dtype)
-    torch.testing.assert_close(got.to(wide), wanted.to(wide), rtol=tolerance, atol=0.0)
+    tolerance = TOLERANCE.get(actual.dtype, 0.0) * ranks
+    actual, wide = actual.cpu(), _wide(actual.dtype)
+    torch.testing.assert_close(actual.to(wide), expected.to(wide), rtol=tolerance, atol=0.0)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -24,7 +24,7 @@ def group(world, monkeypatch, request):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("group", [0, 1], indirect=True, ids=["no core", "a core"])
-def test_waiting_for_a_collective_for_too_long_raises_with_its_name(group):
+def test_wait_timeout_error_names_the_collective(group):
     x = torch.ones(4, 256)
     if group.rank == 1:
         time.sleep(0.5)
@@ -40,10 +40,10 @@ def test_waiting_for_a_collective_for_too_long_raises_with_its_name(group):
 
 
 @pytest.mark.ranks(2)
-def test_the_communication_thread_sums_in_order_of_submission_while_the_caller_computes(group):
+def test_asynchronous_sums_run_in_order_of_submission_while_the_caller_computes(group):
     buffers = [torch.empty(n) for n in (1, 1000, 300_000, 77, 40_000)]
     matrix = torch.full((200, 200), 0.5)
-    # each operation works on what the one before it left behind: only in order the numbers come out
+    # each operation works on the result of the one before it, so the numbers are right only in order
     for step in range(20):
         chain = torch.full((2000,), float(group.rank + step))
         works = []
@@ -51,18 +51,18 @@ def test_the_communication_thread_sums_in_order_of_submission_while_the_caller_c
             buffer.fill_(group.rank + i + step)
             works.append(group.all_reduce(buffer, async_op=True))
             works.append(group.all_reduce(chain, "sum" if i % 2 else "max", async_op=True))
-        product = (matrix @ matrix).sum()  # while the thread is at work
+        product = (matrix @ matrix).sum()  # while the thread communicates
         vector = torch.full((5,), float(group.rank))
-        group.all_reduce(vector)  # a blocking one does not wait for them, nor disturb them
+        group.all_reduce(vector)  # a blocking operation neither waits for them nor disturbs them
         assert vector.eq(1).all() and product == 200 * 200 * 50
         works[-1].wait()
-        assert all(work.done() for work in works)  # the last one is done: so are those before it
+        assert all(work.done() for work in works)  # they complete in order
         assert all(b.eq(2 * (i + step) + 1).all() for i, b in enumerate(buffers))
         assert chain.eq(4 * (step + 1)).all()  # max, sum, max, sum, max
 
 
 @pytest.mark.ranks(2)
-def test_an_error_in_the_communication_thread_surfaces_where_it_is_waited_for(group):
+def test_an_error_in_the_communication_thread_is_raised_by_wait(group):
     x = torch.ones(4, 256)
     wrong = group.all_reduce(torch.ones(5), algorithm="no such", async_op=True)
     right = group.all_reduce(x, async_op=True)

@@ -1,4 +1,4 @@
-"""The journal counts the bytes that a rank sends, by each operation's formula, and its waits; off, it does nothing."""
+"""Traffic counters count the bytes that a rank sends, by each operation's formula, and its waits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DELAY = 0.2  # seconds
 
 @pytest.fixture
 def plain(world, monkeypatch):
-    """Yield a communicator with a thread and its journal on, without debug mode and without prepared calls."""
+    """Yield a communicator with a thread and its traffic counters on, without debug mode and without prepared calls."""
     monkeypatch.setattr(world, "process", dataclasses.replace(world.process, debug=False, spare_cores=1))
     comm = world.split(0, label="axis")
     comm.journal.start()
@@ -46,18 +46,18 @@ def totals(comm: Communicator) -> dict[tuple[str, str], tuple[int, int, int]]:
 
 @MANY
 @pytest.mark.parametrize("numel", [0, 1, 1001])
-def test_bytes_of_every_operation_are_those_of_its_formula(plain, numel):
+def test_bytes_sent_by_every_operation_match_its_formula(plain, numel):
     n, rank, arena = plain.size, plain.rank, plain.arena(3 * 1001)
     x, whole = torch.zeros(numel), torch.zeros(numel * n)
     counts = [numel, 0, 2 * numel][:n]
     uneven, block = torch.zeros(sum(counts)), torch.zeros(counts[rank])
-    one, all_of_one = x.nbytes, whole.nbytes
+    block_bytes, whole_bytes = x.nbytes, whole.nbytes
     expected = {}
     for algorithm in ("mpi", "ring", "tree", "shared"):
         y = arena.tensor[:numel].zero_() if algorithm == "shared" else x
-        for _ in range(3):  # the first, and those that are ready
+        for _ in range(3):  # the first call and repeated ones
             plain.all_reduce(y, algorithm=algorithm)
-        expected["all_reduce", algorithm if numel else "none"] = 3, 3 * 2 * (n - 1) * one
+        expected["all_reduce", algorithm if numel else "none"] = 3, 3 * 2 * (n - 1) * block_bytes
     assert totals(plain) == {k: (calls * (1 if numel else 4), total, 0) for k, (calls, total) in expected.items()}
     for _ in range(2):
         plain.reduce_scatter(x, whole, algorithm="ring")
@@ -77,20 +77,20 @@ def test_bytes_of_every_operation_are_those_of_its_formula(plain, numel):
         assert between == 0
     blocks = 2 * (n - 1)
     assert moved == {
-        "reduce_scatter": (4, blocks * (all_of_one + uneven.nbytes)),
-        "all_gather": (4, blocks * (all_of_one + uneven.nbytes)),
-        "broadcast": (2, blocks * one),
-        "reduce": (2, blocks * one),
-        "gather": (2, blocks * one),
-        "scatter": (2, blocks * one),
-        "all_to_all": (2, blocks * all_of_one),
+        "reduce_scatter": (4, blocks * (whole_bytes + uneven.nbytes)),
+        "all_gather": (4, blocks * (whole_bytes + uneven.nbytes)),
+        "broadcast": (2, blocks * block_bytes),
+        "reduce": (2, blocks * block_bytes),
+        "gather": (2, blocks * block_bytes),
+        "scatter": (2, blocks * block_bytes),
+        "all_to_all": (2, blocks * whole_bytes),
         "barrier": (2, 0),
     }
     arena.free()
 
 
 @pytest.mark.ranks(4)
-def test_bytes_are_told_apart_inside_and_between_nodes(world, monkeypatch):
+def test_bytes_inside_and_between_nodes_are_counted_separately(world, monkeypatch):
     monkeypatch.setattr(world, "process", dataclasses.replace(world.process, debug=False))
     topology = Topology(world.rank, (0, 0, 1, 1), world.world_ranks)
     comm = Communicator(MPI.Intracomm(world._comm.Dup()), topology, world.process, "axis")
@@ -115,7 +115,7 @@ def test_bytes_are_told_apart_inside_and_between_nodes(world, monkeypatch):
 
 
 @MANY
-def test_parts_of_an_operation_count_as_one_and_letters_by_their_content(plain):
+def test_a_compressed_operation_counts_once_and_a_letter_by_its_bytes(plain):
     x = torch.zeros(1000)
     plain.all_reduce(x, compression=from_name("bf16"))
     (row,) = totals(plain).items()
@@ -143,7 +143,7 @@ def test_parts_of_an_operation_count_as_one_and_letters_by_their_content(plain):
 
 
 @MANY
-def test_single_operations_are_the_same_on_all_ranks_and_the_background_is_told(plain):
+def test_recorded_operations_agree_on_all_ranks_and_mark_the_background(plain):
     journal, x = plain.journal, torch.zeros(1000)
     plain.all_reduce(x)
     journal.record(True)
@@ -174,13 +174,13 @@ def test_single_operations_are_the_same_on_all_ranks_and_the_background_is_told(
 
 
 @pytest.mark.ranks(2)
-def test_waits_for_other_ranks_count_and_computing_does_not(plain):
+def test_waiting_for_other_ranks_is_counted_and_computing_is_not(plain):
     journal, x, rank = plain.journal, torch.zeros(100), plain.rank
 
-    def waited(act) -> list[float]:
+    def measure_waits(act) -> list[float]:
         """Return the seconds this rank waits in each of three calls of `act` to which rank 0 comes late."""
         waits = []
-        for _ in range(3):  # the machine may be busy with other things in one of them
+        for _ in range(3):  # the machine may be busy in one of them
             plain.barrier()
             begin = journal.waited
             if rank == 0:
@@ -189,24 +189,24 @@ def test_waits_for_other_ranks_count_and_computing_does_not(plain):
             waits.append(journal.waited - begin)
         return waits
 
-    def after_computing() -> None:
+    def wait_after_computing() -> None:
         nonlocal hidden
         work = plain.all_reduce(x, async_op=True)
-        time.sleep(DELAY)  # computing, while the thread carries it out
+        time.sleep(DELAY)  # computing, while the thread communicates
         begin = journal.waited
         work.wait()
         hidden = min(hidden, journal.waited - begin)
 
-    def message() -> None:
+    def send_message() -> None:
         if rank == 0:
             plain.send(x, 1)
         elif rank == 1:
             plain.recv(x, 0)
 
     hidden = float("inf")
-    acts = lambda: plain.all_reduce(x), lambda: plain.all_reduce(x, async_op=True).wait(), message
-    spent = [waited(act) for act in acts]
-    waited(after_computing)
+    acts = lambda: plain.all_reduce(x), lambda: plain.all_reduce(x, async_op=True).wait(), send_message
+    spent = [measure_waits(act) for act in acts]
+    measure_waits(wait_after_computing)
     for number, each in enumerate(spent):
         if rank == 0:
             assert min(each) < DELAY / 2, (number, each)
@@ -216,29 +216,29 @@ def test_waits_for_other_ranks_count_and_computing_does_not(plain):
 
 
 @MANY
-def test_nothing_is_counted_and_nothing_is_in_the_way_while_off(plain):
+def test_stopped_traffic_counters_count_nothing_and_wrap_no_call(plain):
     journal, x = plain.journal, torch.zeros(16)
 
-    def performed() -> list[str]:
+    def performing_classes() -> list[str]:
         """Return the names of the classes that perform the repeated operation."""
         for _ in range(2):
             plain.all_reduce(x)
         return [ready.__qualname__.split(".")[0] for key, ready in plain.ready.items() if key[0] == "all_reduce"]
 
     journal.stop()
-    off = performed()
+    off = performing_classes()
     journal.start()
-    assert performed() == ["Journal"]
+    assert performing_classes() == ["TrafficCounters"]
     before = journal.account()
     assert [(row.operation, row.calls) for row in before] == [("all_reduce", 2)]
     journal.stop()
-    assert performed() == off == [name for name in off if name in ("repeated", "_unsigned")] != []
+    assert performing_classes() == off == [name for name in off if name in ("make_repeated_call", "_unsigned")] != []
     assert journal.account() == before and journal.take() == []
     assert plain.irecv(torch.zeros(1), plain.rank)._note is None
     plain.send(torch.zeros(1), plain.rank)
 
 
-def test_a_ring_sends_all_blocks_but_one_and_one_rank_sends_nothing():
+def test_blocks_sent_add_up_to_the_bytes_of_each_operation():
     for size in (1, 2, 3, 8):
         for nbytes in (0, 1, 1001):
             blocks = even_shares(nbytes, size)

@@ -40,8 +40,8 @@ def bucket_gradient(rank: int, step: int) -> torch.Tensor:
     return flat
 
 
-def same_everywhere(world, x: torch.Tensor) -> bool:
-    """Return True where all ranks have the same bits."""
+def is_same_on_all_ranks(world, x: torch.Tensor) -> bool:
+    """Return True if all ranks have the same bits."""
     mine = x.contiguous().view(-1).view(torch.uint8).clone()
     everyone = torch.empty(mine.numel() * world.size, dtype=torch.uint8)
     world.all_gather(everyone, mine)
@@ -51,7 +51,7 @@ def same_everywhere(world, x: torch.Tensor) -> bool:
 @ALL
 @pytest.mark.parametrize("kind", [FP16, BF16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=lambda d: str(d)[6:])
-def test_halves_are_rounded_summed_in_fp32_and_rounded_once(world, kind, dtype):
+def test_16_bit_compression_sums_in_fp32_and_rounds_once(world, kind, dtype):
     wire = kind.wire
     compressed = kind()
     for numel in (0, 1, 7, 1001, 300_001):
@@ -60,7 +60,7 @@ def test_halves_are_rounded_summed_in_fp32_and_rounded_once(world, kind, dtype):
             total = tree_order(rounded, torch.add)
             expected = (total * (1.0 / world.size) if op == "avg" else total).to(wire).to(dtype)
             x = gradient(numel, world.rank, dtype=dtype)
-            if world.size == 1:  # nothing travels
+            if world.size == 1:  # nothing is sent
                 expected = x.clone()
             for algorithm in ("auto", "ring"):
                 y = x.clone()
@@ -85,7 +85,7 @@ def test_all_ranks_end_with_the_same_bits(world, kind):
     for step in range(4):
         x = bucket_gradient(world.rank, step)
         world.all_reduce(x, "avg", compression=compressed.bucket("b", SHAPES))
-        assert same_everywhere(world, x)
+        assert is_same_on_all_ranks(world, x)
         assert x[240:256].eq(0).all()  # gaps stay zero
 
 
@@ -97,7 +97,7 @@ def test_empty_and_odd_sizes_on_any_number_of_ranks(world, kind):
         x = gradient(math.prod(shape), world.rank).view(shape)
         before = x.clone()
         world.all_reduce(x, "sum", compression=compressed.bucket(str(shape)))
-        assert x.shape == before.shape and x.isfinite().all() and same_everywhere(world, x)
+        assert x.shape == before.shape and x.isfinite().all() and is_same_on_all_ranks(world, x)
         if world.size == 1:
             assert torch.equal(x, before)
 
@@ -105,7 +105,7 @@ def test_empty_and_odd_sizes_on_any_number_of_ranks(world, kind):
 @MANY
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=lambda d: str(d)[6:])
-def test_topk_of_ratio_1_is_the_sum(world, op, dtype):
+def test_topk_with_ratio_1_equals_the_exact_sum(world, op, dtype):
     compressed = TopK(1.0)
     for step in range(3):
         x = gradient(501, world.rank, step, dtype)
@@ -121,7 +121,7 @@ def test_topk_of_ratio_1_is_the_sum(world, op, dtype):
 
 
 @MANY
-def test_topk_sends_the_largest_of_each_rank(world):
+def test_topk_sends_the_largest_elements_of_each_rank(world):
     compressed = TopK(0.1, error_feedback=False)
     x = gradient(100, world.rank)
     expected = torch.zeros(100)
@@ -135,7 +135,7 @@ def test_topk_sends_the_largest_of_each_rank(world):
 
 
 @MANY
-def test_what_topk_keeps_back_is_exactly_what_has_not_come_out(world):
+def test_topk_error_is_exactly_what_was_not_sent(world):
     compressed, total = TopK(0.05), torch.zeros(400)
     whole = torch.zeros(400)
     for step in range(30):  # whole numbers: every sum is exact
@@ -153,7 +153,7 @@ def test_what_topk_keeps_back_is_exactly_what_has_not_come_out(world):
     "make", [lambda: TopK(0.1), lambda: PowerSGD(1, min_compression=0), lambda: PowerSGD(2, warm_start=False)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
-def test_with_error_feedback_the_sum_of_many_steps_approaches_the_true_sum(world, make, dtype):
+def test_with_error_feedback_the_sum_of_many_steps_converges_to_the_true_sum(world, make, dtype):
     compressed, shapes = make(), [(0, (24, 20))]
     fixed = [gradient(480, r, dtype=dtype) for r in range(world.size)]
     mean = sum(g.double() for g in fixed) / world.size
@@ -173,7 +173,7 @@ def test_with_error_feedback_the_sum_of_many_steps_approaches_the_true_sum(world
 
 
 @MANY
-def test_without_error_feedback_something_is_lost(world):
+def test_without_error_feedback_the_sum_of_many_steps_stays_wrong(world):
     compressed, shapes = PowerSGD(1, error_feedback=False, min_compression=0), [(0, (24, 20))]
     out, mean = torch.zeros(480), sum(gradient(480, r) for r in range(world.size)) / world.size
     for _ in range(50):
@@ -225,7 +225,7 @@ def test_small_parameters_and_vectors_of_a_bucket_are_reduced_exactly(world):
     world.all_reduce(x, compression=compressed.bucket("b", SHAPES))
     torch.testing.assert_close(x[240:272], expected[240:272], rtol=1e-6, atol=1e-6)
     assert (x[:240] - expected[:240]).norm() > 0.1 and torch.linalg.matrix_rank(x[:240].view(12, 20)) == 1
-    exact = PowerSGD(8).bucket("b", SHAPES)  # nothing becomes half as large
+    exact = PowerSGD(8).bucket("b", SHAPES)  # no parameter becomes half as large
     y = bucket_gradient(world.rank, 0)
     world.all_reduce(y, compression=exact)
     torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
@@ -234,7 +234,7 @@ def test_small_parameters_and_vectors_of_a_bucket_are_reduced_exactly(world):
 @MANY
 @pytest.mark.parametrize("kind", ["topk", "powersgd"])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_gradient_that_is_not_finite_reaches_all_and_spoils_no_memory(world, kind, bad):
+def test_a_non_finite_gradient_reaches_all_ranks_and_leaves_the_error_unchanged(world, kind, bad):
     compressed, spared = KINDS[kind](), KINDS[kind]()
     for step in range(4):
         if step == 2:
@@ -292,12 +292,12 @@ def test_sgd_on_least_squares_converges(world, make):
         world.all_reduce(flat, "avg", compression=compressed.bucket("w", [(0, (16, 12))]))
         weights -= 0.05 * flat.view(16, 12)
     assert (weights - truth).norm() < 0.02 * truth.norm()
-    assert same_everywhere(world, weights)
+    assert is_same_on_all_ranks(world, weights)
 
 
 @MANY
 @every_kind
-def test_asynchronous_compressed_sums_are_the_blocking_ones(world, kind):
+def test_asynchronous_compressed_sums_equal_the_blocking_ones(world, kind):
     blocking, background = KINDS[kind](), KINDS[kind]()
     for step in range(3):
         expected, works, got = [], [], []
@@ -309,14 +309,14 @@ def test_asynchronous_compressed_sums_are_the_blocking_ones(world, kind):
             works.append(world.all_reduce(y, "avg", async_op=True, compression=background.bucket(i)))
             got.append(y)
         plain = torch.ones(5)
-        world.all_reduce(plain)  # a blocking one in between
+        world.all_reduce(plain)  # a blocking operation in between
         for work in reversed(works):
             work.wait(timeout=30)
         assert plain.eq(world.size).all()
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
-class _Counting:
+class _CountingCommunicator:
     """A communicator that forwards collectives and counts the bytes passed to it."""
 
     def __init__(self, comm) -> None:
@@ -334,16 +334,16 @@ class _Counting:
 @MANY
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=lambda d: str(d)[6:])
-def test_bytes_on_wire_are_those_the_collectives_get(world, kind, dtype):
+def test_bytes_on_wire_equals_the_bytes_passed_to_the_collectives(world, kind, dtype):
     for shapes in (SHAPES, None):
-        compressed, counting = KINDS[kind](), _Counting(world)
+        compressed, counting = KINDS[kind](), _CountingCommunicator(world)
         x = bucket_gradient(world.rank, 0).to(dtype)
         compressed.all_reduce(counting, x, "avg", shapes=shapes)
         assert counting.nbytes == compressed.bytes_on_wire(NUMEL, dtype, shapes)
 
 
 @MANY
-def test_steps_after_the_first_allocate_nothing_that_stays(world):
+def test_steps_after_the_first_allocate_no_persistent_memory(world):
     for kind in KINDS:
         compressed = KINDS[kind]()
         places = []
@@ -368,18 +368,18 @@ def test_steps_after_the_first_allocate_nothing_that_stays(world):
     ],
 )
 @every_kind
-def test_what_cannot_be_compressed_is_refused_by_name(world, kind, call, message):
+def test_unsupported_compressed_reductions_are_refused_by_name(world, kind, call, message):
     with pytest.raises(InputError, match=message):
         call(world, KINDS[kind]())
 
 
 @MANY
-def test_a_buffer_that_changes_under_its_key_is_refused(world):
+def test_a_buffer_of_another_size_under_the_same_key_is_refused(world):
     compressed = TopK(0.1)
     world.all_reduce(torch.ones(30), compression=compressed.bucket("b"))
-    with pytest.raises(InputError, match=r"remembers 'b' as 30 elements.*call reset"):
+    with pytest.raises(InputError, match=r"knows the buffer 'b' with 30 elements.*call reset"):
         world.all_reduce(torch.ones(31), compression=compressed.bucket("b"))
-    with pytest.raises(InputError, match="another buffer of the name '1'"):
+    with pytest.raises(InputError, match="already has a buffer named '1'"):
         world.all_reduce(torch.ones(2), compression=compressed.bucket("1"))
         world.all_reduce(torch.ones(2), compression=compressed.bucket(1))
     compressed.load_state_dict({"b/error": torch.zeros(29)})
@@ -401,13 +401,13 @@ def test_options_are_checked_by_name():
         (lambda: TopK(1.5), "at most 1"),
         (lambda: PowerSGD(0), "rank 0 must be at least 1"),
         (lambda: PowerSGD(min_compression=-1), "must not be negative"),
-        (lambda: FP16().load_state_dict({"b/error": torch.zeros(3)}), "keeps no memory"),
+        (lambda: FP16().load_state_dict({"b/error": torch.zeros(3)}), "has no state"),
     ):
         with pytest.raises(InputError, match=message):
             call()
 
 
-def test_the_plan_covers_a_bucket_once_and_compresses_what_is_worth_it():
+def test_the_plan_covers_a_bucket_once_and_compresses_only_large_matrices():
     for rank in (1, 2, 4):
         for minimum in (0, 1, 2, 5):
             bucket_plan = plan(NUMEL, SHAPES, rank, minimum)
@@ -422,5 +422,5 @@ def test_the_plan_covers_a_bucket_once_and_compresses_what_is_worth_it():
             assert all(a[1] < b[0] for a, b in zip(bucket_plan.rest, bucket_plan.rest[1:], strict=False))
     assert [(m.rows, m.columns) for m in plan(NUMEL, SHAPES, 1, 2).matrices] == [(12, 20), (4, 15)]
     for shapes in ([(0, (3, 4)), (8, (2,))], [(0, (30, 30))], [(-1, (2, 2))]):
-        with pytest.raises(InputError, match="outside the bucket of 336 elements or on another"):
+        with pytest.raises(InputError, match="outside the bucket of 336 elements or overlaps another"):
             plan(NUMEL, shapes, 1, 2)

@@ -22,18 +22,18 @@ def values(rank: int, number: int, size: int) -> torch.Tensor:
 
 @pytest.mark.ranks(2, 3, 4, 8)
 @pytest.mark.parametrize("op", ["sum", "avg", "max"])
-def test_vectors_through_three_slots_are_reduced_whoever_is_late(world, op):
+def test_vectors_in_three_slots_are_reduced_whichever_rank_is_late(world, op):
     chance = random.Random(world.rank)
     slots = [world.arena(world.size * LENGTH) for _ in range(SLOTS)]
-    under_way, readers, results = [], [None] * SLOTS, {}
+    pending, readers, results = [], [None] * SLOTS, {}
 
     def finish() -> None:
-        number, out, work = under_way.pop(0)
+        number, out, work = pending.pop(0)
         work.wait()
         results[number] = out.clone()
 
     for number in range(20):
-        if len(under_way) == SLOTS - 1:
+        if len(pending) == SLOTS - 1:
             finish()
         slot = number % SLOTS
         if readers[slot] is not None:
@@ -43,10 +43,10 @@ def test_vectors_through_three_slots_are_reduced_whoever_is_late(world, op):
         own_block = slots[slot].tensor[world.rank * LENGTH : (world.rank + 1) * LENGTH]
         out = own_block if number % 2 else torch.empty(LENGTH)  # in place, or elsewhere
         readers[slot] = world.deferred_reduce_scatter(out, slots[slot].tensor, op)
-        under_way.append((number, out, readers[slot]))
-        if number == 7:  # other operations may come between
+        pending.append((number, out, readers[slot]))
+        if number == 7:  # other operations may run in between
             world.barrier()
-    while under_way:
+    while pending:
         finish()
     for number, result in results.items():
         everyone = torch.stack([values(r, number, world.size) for r in range(world.size)])
@@ -60,8 +60,9 @@ def test_vectors_through_three_slots_are_reduced_whoever_is_late(world, op):
 
 
 @pytest.mark.ranks(2)
-def test_a_wait_ends_with_an_error_when_the_other_rank_does_not_come_in_time(world, monkeypatch):
-    monkeypatch.setattr(world, "process", dataclasses.replace(world.process, debug=False))  # which compares at once
+def test_a_wait_times_out_if_the_other_rank_does_not_start(world, monkeypatch):
+    # without debug mode, in which the ranks would compare the operation at once
+    monkeypatch.setattr(world, "process", dataclasses.replace(world.process, debug=False))
     comm = world.split(0)
     slot = world.arena(world.size * LENGTH)
     slot.tensor.fill_(world.rank + 1.0)
@@ -84,13 +85,13 @@ def test_a_wait_ends_with_an_error_when_the_other_rank_does_not_come_in_time(wor
 
 
 @pytest.mark.ranks(2)
-def test_memory_on_which_one_is_under_way_is_refused_to_the_next(world):
+def test_memory_in_use_by_a_deferred_reduction_is_refused(world):
     slot, out = world.arena(world.size * LENGTH), torch.empty(LENGTH)
     slot.tensor.fill_(1.0)
     work = world.deferred_reduce_scatter(out, slot.tensor)
     for act in (lambda: None, work.wait):
         act()
-        with pytest.raises(InputError, match="is under way; release it before"):
+        with pytest.raises(InputError, match="is still in progress; release it before"):
             world.deferred_reduce_scatter(out, slot.tensor)
     work.release()
     world.deferred_reduce_scatter(out, slot.tensor).release()
@@ -100,7 +101,7 @@ def test_memory_on_which_one_is_under_way_is_refused_to_the_next(world):
 
 @pytest.mark.ranks(2, 3, 8)
 @pytest.mark.parametrize("debug", [False, True])
-def test_slots_in_turns_show_every_rank_what_all_have_filled_whoever_is_late(world, debug):
+def test_alternating_slots_show_the_data_of_all_ranks_whichever_rank_is_late(world, debug):
     process = dataclasses.replace(world.process, debug=debug, proofs=Proofs() if debug else None)
     comm = Communicator(world._comm.Dup(), world._topology, process, "alternating")
     chance, slots = random.Random(world.rank), comm.alternating(8 * LENGTH)
@@ -117,7 +118,7 @@ def test_slots_in_turns_show_every_rank_what_all_have_filled_whoever_is_late(wor
 
 
 @pytest.mark.ranks(1, 2)
-def test_memory_that_is_not_shared_is_left_to_the_ordinary_operation(world):
+def test_private_memory_is_left_to_the_ordinary_reduce_scatter(world):
     x = torch.zeros(world.size * LENGTH)
     assert world.deferred_reduce_scatter(torch.empty(LENGTH), x) is None
     with pytest.raises(InputError, match="reduce_scatter"):

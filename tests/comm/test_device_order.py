@@ -1,6 +1,6 @@
 """Device work queued before and after an operation stays in order, for each way of carrying device memory.
 
-The simulated accelerator runs nothing until something waits for it, so that a wait too few gives wrong numbers.
+The simulated accelerator runs nothing until something waits for it, so that a missing wait gives wrong numbers.
 `tests/test_synchronizations.py` takes each wait away in turn, and expects a test to fail.
 """
 
@@ -21,42 +21,42 @@ on_device = pytest.mark.parametrize("way", WAYS, indirect=True)
 MANY = 700_000  # elements: more pieces than there are slots
 
 
-def late(value: float, numel: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def unfinished(value: float, numel: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return a tensor that the device has not computed yet."""
     x = torch.full((numel,), value, dtype=dtype, device=device)
     return x.mul_(2).sub_(value)
 
 
-def beside(device: torch.device) -> torch.Stream:
+def new_stream(device: torch.device) -> torch.Stream:
     return torch.Stream(device=device)
 
 
 @on_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("numel", [5, MANY])
-def test_an_operation_comes_after_what_was_asked_before_and_before_what_is_asked_later(comm, device, dtype, numel):
+def test_an_operation_keeps_its_place_in_stream_order(comm, device, dtype, numel):
     for op, expected in (("sum", 3.0), ("avg", 1.5)):
-        x = late(comm.rank + 1.0, numel, device, dtype)
+        x = unfinished(comm.rank + 1.0, numel, device, dtype)
         comm.all_reduce(x, op)
-        y = x * 2  # not the operation, nor the copy to the host, orders this
+        y = x * 2  # ordered by neither the operation nor the copy to the host
         x.fill_(-1.0)
         assert (y.cpu() == 2 * expected).all()
-    out = late(7.0, numel, device, dtype)
-    before = out.clone()  # a copy reads late, what the operation is to replace
+    out = unfinished(7.0, numel, device, dtype)
+    before = out.clone()  # this copy must read the old values
     comm.broadcast(out, 1)
     assert (before.cpu() == 7).all() and (out.cpu() == 7).all()
 
 
 @on_device
-def test_results_replace_what_was_there_when_it_has_been_read(comm, device):
-    out, x = late(7.0, 2 * MANY, device), late(comm.rank + 1.0, MANY, device)
+def test_results_overwrite_memory_only_after_earlier_reads(comm, device):
+    out, x = unfinished(7.0, 2 * MANY, device), unfinished(comm.rank + 1.0, MANY, device)
     before = out.clone()
     comm.all_gather(out, x)
     x.fill_(-1.0)
     after = out * 1
     assert (before.cpu() == 7).all()
     assert after.cpu().view(2, MANY).eq(torch.tensor([[1.0], [2.0]])).all()
-    block = late(7.0, MANY, device)
+    block = unfinished(7.0, MANY, device)
     before = block.clone()
     comm.reduce_scatter(block, out)
     out.fill_(-1.0)
@@ -64,13 +64,13 @@ def test_results_replace_what_was_there_when_it_has_been_read(comm, device):
 
 
 @on_device
-def test_operations_that_follow_each_other_do_not_mix(comm, device):
-    x = late(comm.rank + 1.0, MANY, device)
+def test_consecutive_operations_do_not_interfere(comm, device):
+    x = unfinished(comm.rank + 1.0, MANY, device)
     for _ in range(3):
         comm.all_reduce(x)
     works = [comm.all_reduce(x, async_op=True) for _ in range(3)]
     works[-1].wait()
-    small = [late(comm.rank + i, 3, device) for i in range(8)]
+    small = [unfinished(comm.rank + i, 3, device) for i in range(8)]
     for y in small:
         comm.all_reduce(y)
     assert (x.cpu() == 3 * 2**5).all()
@@ -78,10 +78,10 @@ def test_operations_that_follow_each_other_do_not_mix(comm, device):
 
 
 @on_device
-def test_an_operation_in_the_background_stands_where_it_was_asked_for(comm, device):
-    one, other = beside(device), beside(device)
+def test_a_background_operation_keeps_its_place_in_stream_order(comm, device):
+    one, other = new_stream(device), new_stream(device)
     with one:
-        x = late(comm.rank + 1.0, MANY, device)
+        x = unfinished(comm.rank + 1.0, MANY, device)
         work = comm.all_reduce(x, async_op=True)
     with other:
         work.wait()
@@ -91,10 +91,10 @@ def test_an_operation_in_the_background_stands_where_it_was_asked_for(comm, devi
 
 
 @on_device
-def test_memory_is_not_given_out_while_an_operation_may_use_it(comm, device):
-    x = late(comm.rank + 1.0, MANY, device)
+def test_memory_is_not_reused_while_an_operation_may_access_it(comm, device):
+    x = unfinished(comm.rank + 1.0, MANY, device)
     work = comm.all_reduce(x, async_op=True)
-    while not (work.done() or work.complete):  # all of it was asked of the device, which has not done it
+    while not (work.done() or work.complete):  # all of it is queued on the device, which has not run it
         time.sleep(1e-3)
     del work, x
     others = [torch.full((MANY,), 7.0, device=device) for _ in range(3)]
@@ -103,21 +103,21 @@ def test_memory_is_not_given_out_while_an_operation_may_use_it(comm, device):
 
 
 @pytest.mark.parametrize("way", ["cpu", *WAYS], indirect=True)
-def test_messages_come_after_what_was_asked_before(comm, device):
+def test_messages_keep_their_place_in_stream_order(comm, device):
     other = 1 - comm.rank
-    x = late(comm.rank + 1.0, MANY, device)
-    with beside(device) if device.type != "cpu" else nullcontext():  # not the stream that waits
-        y = late(7.0, MANY, device)
+    x = unfinished(comm.rank + 1.0, MANY, device)
+    with new_stream(device) if device.type != "cpu" else nullcontext():  # another stream than the one that waits
+        y = unfinished(7.0, MANY, device)
         before = y.clone()
         arriving = comm.irecv(y, other)
-    comm.isend(x, other).wait()  # before the receive is waited for, on both ranks
+    comm.isend(x, other).wait()  # on both ranks, before they wait for the receive
     arriving.wait()
     after = y * 2
     assert (after.cpu() == 2 * (other + 1)).all() and (before.cpu() == 7).all()
 
 
 @on_device
-def test_a_vector_in_an_arena_on_the_device_is_worked_on_in_order(comm, device):
+def test_a_device_arena_is_used_in_stream_order(comm, device):
     arena = comm.arena(MANY, torch.float32, device)
     for _ in range(2):
         arena.tensor.fill_(comm.rank + 1.0)
@@ -137,8 +137,8 @@ def test_a_vector_in_an_arena_on_the_device_is_worked_on_in_order(comm, device):
 
 
 @pytest.mark.parametrize("way", ["staged"], indirect=True)
-def test_arrays_of_other_libraries_and_of_other_devices(comm, device):
-    class Array:  # what JAX and others have
+def test_arrays_of_other_libraries_are_accepted_and_other_devices_refused(comm, device):
+    class Array:  # like the arrays of JAX and others
         def __init__(self, tensor: torch.Tensor) -> None:
             self.tensor = tensor
 
@@ -148,13 +148,11 @@ def test_arrays_of_other_libraries_and_of_other_devices(comm, device):
         def __dlpack_device__(self) -> tuple[int, int]:
             return self.tensor.__dlpack_device__()
 
-    x = late(comm.rank + 1.0, 5, device)
+    x = unfinished(comm.rank + 1.0, 5, device)
     comm.all_reduce(Array(x))
     assert (x.cpu() == 3).all()
     elsewhere = torch.ones(5, device=torch.device(device.type, 1 - device.index))
-    with pytest.raises(
-        InputError, match=rf"a tensor is on .*:{1 - device.index}, but rank {comm.rank} .*move it there"
-    ):
+    with pytest.raises(InputError, match=rf"a tensor is on .*:{1 - device.index}, but rank {comm.rank} .*move it to"):
         comm.all_reduce(elsewhere)
     with pytest.raises(InputError, match="move them to one device"):
         comm.all_gather(torch.empty(10), x)
@@ -166,9 +164,9 @@ def test_arrays_of_other_libraries_and_of_other_devices(comm, device):
     [compression.FP16, lambda: compression.TopK(0.5), lambda: compression.PowerSGD(rank=2)],
     ids=["fp16", "topk", "powersgd"],
 )
-def test_compressed_sums_are_those_of_the_cpu(comm, world, device, make):
+def test_compressed_sums_equal_those_on_the_cpu(comm, world, device, make):
     here, there = make(), make()
-    for step in range(2):  # the second has what the first left out
+    for step in range(2):  # the second step adds the error of the first
         generator = torch.Generator().manual_seed(10 * step + comm.rank)
         x = torch.randn(64, 48, generator=generator)
         y = x.to(device).mul_(2).div_(2)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
-from reference import assert_equal, reduced, values
+from reference import assert_equal, expected_reduction, values
 from ways import take_device_addresses
 
 from mpitrain.comm import Communicator, carry_device_memory
@@ -18,7 +18,7 @@ from mpitrain.comm.collectives.transports.by_programs import DeviceCall
 from mpitrain.comm.collectives.transports.choice import Nccl
 from mpitrain.errors import InputError
 
-on_pretend = pytest.mark.parametrize("way", ["staged"], indirect=True)  # the device is there
+on_pretend = pytest.mark.parametrize("way", ["staged"], indirect=True)  # makes the pretend device available
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def fresh(world, device, monkeypatch) -> Iterator[Communicator]:
 
 @on_pretend
 @pytest.mark.ranks(2)
-def test_where_there_is_a_choice_it_is_measured_and_all_ranks_choose_alike(fresh, device, monkeypatch):
+def test_auto_measures_the_transports_and_all_ranks_choose_the_same_one(fresh, device, monkeypatch):
     take_device_addresses(monkeypatch)
     ways = {way.name: way for way in fresh.device_ways(device)}
     assert set(ways) == {"staged", "mpi", "peer", "nccl"}
@@ -45,29 +45,31 @@ def test_where_there_is_a_choice_it_is_measured_and_all_ranks_choose_alike(fresh
     for numel in (7, 100_000):
         x = values(numel, torch.float32, fresh.rank).to(device)
         fresh.all_reduce(x)
-        assert_equal(x, reduced("sum", [values(numel, torch.float32, r) for r in range(fresh.size)]), fresh.size)
+        assert_equal(
+            x, expected_reduction("sum", [values(numel, torch.float32, r) for r in range(fresh.size)]), fresh.size
+        )
 
 
 @on_pretend
 @pytest.mark.ranks(2)
-def test_memory_that_turns_out_to_be_another_is_not_used(fresh, device, monkeypatch):
-    """The memory differs where a device has another number in another process."""
+def test_wrongly_mapped_device_memory_is_not_used(fresh, device, monkeypatch):
+    """A mapping can show other memory if a device has another number in the other process."""
 
-    def wrong(told: list[int]) -> torch.UntypedStorage:
-        return torch.zeros(told[4], dtype=torch.uint8, device=device).untyped_storage()
+    def import_wrong_memory(handle: list[int]) -> torch.UntypedStorage:
+        return torch.zeros(handle[4], dtype=torch.uint8, device=device).untyped_storage()
 
     if fresh.rank == 1:
-        monkeypatch.setattr(torch.pretend, "import_memory", wrong)
+        monkeypatch.setattr(torch.pretend, "import_memory", import_wrong_memory)
     (peer,) = (way for way in fresh.device_ways(device) if way.name == "peer")
     assert peer.obstacle == "the ranks cannot map each other's device memory"
 
 
 @on_pretend
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("wanted", "why"), [("mpi", "takes no addresses"), ("nccl", "nccl4py is not installed")])
-def test_a_way_that_is_not_possible_is_refused_with_the_reason(fresh, device, wanted, why):
-    carry_device_memory(wanted)
-    with pytest.raises(InputError, match=rf"^comm.device {wanted} is not possible: .*{why}.*; use auto$"):
+@pytest.mark.parametrize(("transport", "why"), [("mpi", "accepts no addresses"), ("nccl", "nccl4py is not installed")])
+def test_an_impossible_transport_is_refused_with_the_reason(fresh, device, transport, why):
+    carry_device_memory(transport)
+    with pytest.raises(InputError, match=rf"^comm.device {transport} is not possible: .*{why}.*; use auto$"):
         fresh.all_reduce(torch.ones(3, device=device))
     with pytest.raises(InputError, match=r"^comm\.device 'tcp' is not known; use auto, mpi, staged, peer, nccl"):
         carry_device_memory("tcp")
@@ -136,7 +138,7 @@ class Library:
 
 @on_pretend
 @pytest.mark.ranks(2, 3)
-def test_the_calls_of_nccl(fresh, device, monkeypatch):
+def test_nccl_is_called_with_the_right_tensors(fresh, device, monkeypatch):
     library = types.ModuleType("nccl.core")
     for name in ("SUM", "AVG", "PROD", "MIN", "MAX"):
         setattr(library, name, getattr(Library, name))
@@ -145,7 +147,7 @@ def test_the_calls_of_nccl(fresh, device, monkeypatch):
     monkeypatch.setitem(sys.modules, "nccl", types.ModuleType("nccl"))
     monkeypatch.setitem(sys.modules, "nccl.core", library)
     carry_device_memory("nccl")
-    if fresh.size > 2:  # of two devices
+    if fresh.size > 2:  # there are only two devices
         with pytest.raises(InputError, match="not possible: several ranks share a device"):
             fresh.all_reduce(torch.ones(3, device=device))
         return
@@ -162,17 +164,17 @@ def test_the_calls_of_nccl(fresh, device, monkeypatch):
     for op in ("sum", "avg", "max"):
         x = everyone[rank].to(device)
         fresh.all_reduce(x, op)
-        assert_equal(x, reduced(op, everyone), size)
+        assert_equal(x, expected_reduction(op, everyone), size)
     x, out = everyone[rank].to(device), torch.empty(numel * size, device=device)
     fresh.all_gather(out, x)
     assert_equal(out, torch.cat(everyone))
     block = torch.empty(numel // size, device=device)
     fresh.reduce_scatter(block, x)
-    assert_equal(block, reduced("sum", everyone).chunk(size)[rank], size)
+    assert_equal(block, expected_reduction("sum", everyone).chunk(size)[rank], size)
     fresh.reduce(x, 1)
-    assert_equal(x, reduced("sum", everyone) if rank == 1 else everyone[rank], size)
+    assert_equal(x, expected_reduction("sum", everyone) if rank == 1 else everyone[rank], size)
     fresh.broadcast(x, 1)
-    assert_equal(x, reduced("sum", everyone), size)
+    assert_equal(x, expected_reduction("sum", everyone), size)
     assert performed == ["all_reduce"] * 3 + ["all_gather", "reduce_scatter", "reduce", "broadcast"]
     flags = torch.tensor([rank == 0, True, False], device=device)  # bool is logical here: not NCCL's sum
     fresh.all_reduce(flags)

@@ -72,14 +72,14 @@ def bind_scan(binder, x, op, algorithm):
     setting = binder.setting(x)
     program = binder.program(SCAN[binder.choose(SCAN, algorithm, setting)], setting)
     reduction = Reduction.of(op, x.dtype, binder.topology.size)
-    return binder.compile(program, binder.in_place(program, x), reduction)
+    return binder.compile(program, binder.layout_in_place(program, x), reduction)
 
 
-SCANNING = CollectiveOperation("scan", bind_scan, parameters=("op", "algorithm"), together=False)
+SCANNING = CollectiveOperation("scan", bind_scan, parameters=("op", "algorithm"), synchronizes=False)
 
 
 def scan(comm, x, op="sum", algorithm="auto", async_op=False):
-    return comm.dispatch(SCANNING.on((as_tensor(x),), (True,), op, algorithm), async_op)
+    return comm.dispatch(SCANNING.invocation((as_tensor(x),), (True,), op, algorithm), async_op)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def star(world):
 
 
 @pytest.mark.ranks(2, 3)
-def test_an_algorithm_registered_from_outside_is_one_of_all_reduce(world, star):
+def test_all_reduce_runs_a_registered_algorithm(world, star):
     verify(star_all_reduce(world.size, one_node(world.size)))
     ranks = torch.arange(world.size, dtype=torch.float32)
     for op, expected in (("sum", ranks.sum()), ("max", ranks.max()), ("avg", ranks.mean())):
@@ -105,24 +105,24 @@ def test_an_algorithm_registered_from_outside_is_one_of_all_reduce(world, star):
 
 
 @pytest.mark.ranks(2, 3)
-def test_the_debug_mode_proves_a_program_before_it_runs(world):
-    def forgets_the_answer(setting):
+def test_debug_mode_verifies_a_program_before_it_runs(world):
+    def incomplete_all_reduce(setting):
         right = star_all_reduce(setting.size, setting.nodes)
         half = lambda rank: list(right.steps(rank))[: setting.size]  # noqa: E731
-        return replace(right, name="forgetful all_reduce", steps=half)
+        return replace(right, name="incomplete all_reduce", steps=half)
 
-    ALL_REDUCE.register("forgetful", Algorithm(forgets_the_answer))
+    ALL_REDUCE.register("incomplete", Algorithm(incomplete_all_reduce))
     try:
         x = torch.full((4,), float(world.rank))
         with pytest.raises(ProgramError):
-            world.all_reduce(x, algorithm="forgetful")
+            world.all_reduce(x, algorithm="incomplete")
         assert (x == world.rank).all()
     finally:
-        ALL_REDUCE.unregister("forgetful")
+        ALL_REDUCE.unregister("incomplete")
 
 
 @pytest.mark.ranks(2, 3)
-def test_an_operation_of_its_own_is_performed_like_those_of_the_package(world):
+def test_user_defined_operation_runs_like_a_built_in_one(world):
     verify(chain_scan(world.size, one_node(world.size)))
     for _ in range(2):  # the second time as it was bound
         x = torch.full((7,), world.rank + 1.0)
@@ -180,7 +180,7 @@ def to_all(size):
 
 
 @pytest.mark.ranks(2, 3)
-def test_every_operation_that_takes_an_algorithm_takes_one_from_outside(world):
+def test_every_operation_accepts_a_registered_algorithm(world):
     direct = {
         "broadcast": Algorithm(lambda s: from_root(s.size, s.root)),
         "reduce": Algorithm(lambda s: to_root(s.size, s.root)),
@@ -206,7 +206,7 @@ def test_every_operation_that_takes_an_algorithm_takes_one_from_outside(world):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8, pytest.param(33, marks=pytest.mark.campaign)])
-def test_the_programs_of_this_file_are_right_at_every_size(size):
+def test_user_defined_programs_are_correct_at_every_size(size):
     verify(star_all_reduce(size, one_node(size)))
     verify(chain_scan(size, one_node(size)))
     verify(to_owner(size))
@@ -217,13 +217,13 @@ def test_the_programs_of_this_file_are_right_at_every_size(size):
 
 
 @pytest.mark.parametrize("name", ["ring", "auto"])
-def test_a_name_that_is_taken_is_refused(name):
-    with pytest.raises(InputError, match=f"all_reduce has an algorithm '{name}' already; register yours under another"):
+def test_register_refuses_a_name_in_use(name):
+    with pytest.raises(InputError, match=f"all_reduce already has an algorithm '{name}'; register yours under another"):
         ALL_REDUCE.register(name, STAR)
 
 
 @pytest.mark.ranks(2)
-def test_a_name_that_nobody_has_registered_is_refused_with_those_there_are(world):
+def test_unknown_algorithm_error_lists_the_known_ones(world):
     x, out = torch.ones(4), torch.ones(2)
     known = "auto, mpi, ring, tree, halving, shared or two_level"
     with pytest.raises(InputError, match=f"^all_reduce has no algorithm 'star'; use {known}$"):

@@ -17,7 +17,7 @@ from support import ROOT, job, launcher, next_handle
 from mpitrain.errors import InputError
 
 
-def every_kind_of_operation(comm) -> None:
+def run_all_operations(comm) -> None:
     """Run every kind of operation, so that each MPI communicator of the group is in use."""
     x = torch.ones(3000)
     for algorithm in ("auto", "mpi", "ring", "shared"):
@@ -35,7 +35,7 @@ def every_kind_of_operation(comm) -> None:
 
 
 @pytest.fixture
-def with_threads(world, monkeypatch):
+def threaded_world(world, monkeypatch):
     """Yield the world, set up so that each group has a thread."""
     monkeypatch.setattr(world, "process", dataclasses.replace(world.process, spare_cores=1))
     return world
@@ -43,12 +43,12 @@ def with_threads(world, monkeypatch):
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("make", ["split", "subgroup"])
-def test_a_freed_group_leaves_nothing_in_mpi(with_threads, make):
-    world, numbers = with_threads, set()
+def test_a_freed_group_leaves_nothing_in_mpi(threaded_world, make):
+    world, numbers = threaded_world, set()
     for number in range(40):
         group = world.split(0) if make == "split" else world.subgroup(range(world.size))
         if number % 20 == 0:
-            every_kind_of_operation(group)
+            run_all_operations(group)
         group.free()
         if number % 2 == 0:
             numbers.add(next_handle(world))
@@ -62,7 +62,7 @@ def communication_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "mpitrain-comm"]
 
 
-def threads_end() -> bool:
+def wait_for_threads_to_end() -> bool:
     deadline = time.monotonic() + 10
     while communication_threads() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -70,11 +70,11 @@ def threads_end() -> bool:
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_group_that_is_dropped_ends_its_thread_and_holds_up_nobody(with_threads):
+def test_a_dropped_group_ends_its_thread_without_blocking_other_ranks(threaded_world):
     """The ranks drop their groups at different times and in different orders."""
-    world = with_threads
+    world = threaded_world
     watchdog = world.process.watchdog
-    assert threads_end()
+    assert wait_for_threads_to_end()
     gc.collect()
     records = len(watchdog.records)
     groups = [world.split(0) for _ in range(4)]
@@ -86,19 +86,19 @@ def test_a_group_that_is_dropped_ends_its_thread_and_holds_up_nobody(with_thread
     del work, works
     if world.rank == 0:
         groups.clear()
-    every_kind_of_operation(world)
+    run_all_operations(world)
     for _ in range(len(groups)):
         groups.pop(world.rank % len(groups))
     gc.collect()
     assert [end() for end in ends] == [None] * 4 and len(watchdog.records) == records
-    assert threads_end()
-    every_kind_of_operation(world)
+    assert wait_for_threads_to_end()
+    run_all_operations(world)
     group = world.split(0)
-    every_kind_of_operation(group)
+    run_all_operations(group)
     group.free()
 
 
-DYING = """
+JOB_WITH_DEAD_RANK = """
 import os
 import signal
 
@@ -121,26 +121,26 @@ try:
 except Exception as error:
     assert ulfm.ranks_died(world, error)
     groups[world.rank].free()  # not the same on both
-left, loss = ulfm.shrink(world)
+survivors, loss = ulfm.shrink(world)
 assert loss.lost == (2,)
 for comm in (*groups, world):
     comm.free()
 numbers = set()
 for _ in range(20):
-    group = left.split(0)
+    group = survivors.split(0)
     group.all_reduce(torch.ones(200_000), algorithm="shared")
     group.free()
-    numbers.add(next_handle(left))
+    numbers.add(next_handle(survivors))
 assert len(numbers) < 8, sorted(numbers)
-left.barrier()
+survivors.barrier()
 print("went on", flush=True)
-ulfm.leave(left, 0)
+ulfm.leave(survivors, 0)
 """
 
 
 @pytest.mark.skipif(not launcher(1)[0].endswith("mpirun"), reason="only Open MPI goes on without ranks")
-def test_groups_of_ranks_that_died_are_freed_by_each_rank_alone(tmp_path):
-    (tmp_path / "dying.py").write_text(DYING)
+def test_groups_with_dead_ranks_are_freed_by_each_rank_independently(tmp_path):
+    (tmp_path / "dying.py").write_text(JOB_WITH_DEAD_RANK)
     mpirun, *command = warm.shared().launched(3, [sys.executable, str(tmp_path / "dying.py")])
     path = f"{ROOT}:{ROOT / 'tests'}"
     result = job(

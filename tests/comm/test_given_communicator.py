@@ -20,21 +20,21 @@ torch.manual_seed(0)
 rows = torch.randn(8, 4)
 model = mt.DistributedDataParallel(nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-mine = rows[world.rank :: world.size] * scale
+local_rows = rows[world.rank :: world.size] * scale
 for _ in range(3):
     optimizer.zero_grad()
-    model(mine).square().mean().backward()
+    model(local_rows).square().mean().backward()
     optimizer.step()
 torch.manual_seed(0)
 torch.randn(8, 4)
 reference = nn.Linear(4, 1)
-alone = torch.optim.SGD(reference.parameters(), lr=0.1)
+reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
 for _ in range(3):
-    alone.zero_grad()
+    reference_optimizer.zero_grad()
     reference(rows * scale).square().mean().backward()
-    alone.step()
-for got, wanted in zip(model.module.parameters(), reference.parameters()):
-    torch.testing.assert_close(got, wanted)
+    reference_optimizer.step()
+for actual, expected in zip(model.module.parameters(), reference.parameters()):
+    torch.testing.assert_close(actual, expected)
 """
 
 
@@ -44,35 +44,35 @@ def run(tmp_path: Path, ranks: int, program: str) -> subprocess.CompletedProcess
     return job(ranks, [sys.executable, str(script)], cwd=tmp_path, PYTHONPATH=str(ROOT))
 
 
-def test_two_halves_of_a_job_train_apart_and_a_world_is_made_of_one_communicator_once(tmp_path):
+def test_two_halves_of_a_job_train_separately_with_one_world_each(tmp_path):
     program = """
         import numpy as np
         from mpi4py import MPI
         import mpitrain as mt
         from mpitrain.errors import InputError
 
-        every = MPI.COMM_WORLD
-        half = every.Split(every.rank // 2)
+        mpi_world = MPI.COMM_WORLD
+        half = mpi_world.Split(mpi_world.rank // 2)
         world = mt.init(comm=half)
-        half.Free()  # the world has its own
-        assert (world.rank, world.size) == (every.rank % 2, 2)
-        same = every.Split(every.rank // 2)
+        half.Free()  # the world has a duplicate of it
+        assert (world.rank, world.size) == (mpi_world.rank % 2, 2)
+        same = mpi_world.Split(mpi_world.rank // 2)
         assert mt.init() is world and mt.init(comm=same) is world
-        for other in (every, MPI.COMM_SELF):
+        for other in (mpi_world, MPI.COMM_SELF):
             try:
                 mt.init(comm=other)
             except InputError as error:
-                assert "has been made of 2 ranks" in str(error) and "\\n" not in str(error)
+                assert "already exists with 2 ranks" in str(error) and "\\n" not in str(error)
             else:
-                raise AssertionError("a second world")
-        scale = 1.0 + every.rank // 2
-        if every.rank < 2:
+                raise AssertionError("a second world was made")
+        scale = 1.0 + mpi_world.rank // 2
+        if mpi_world.rank < 2:
             for _ in range(50):  # a step more or less makes no difference to the other half
                 world.barrier()
     """
     end = """
         total = np.array([1.0])
-        every.Allreduce(MPI.IN_PLACE, total)  # the halves still have each other
+        mpi_world.Allreduce(MPI.IN_PLACE, total)  # the halves can still communicate
         assert total[0] == 4
         print("done", flush=True)
     """
@@ -80,7 +80,7 @@ def test_two_halves_of_a_job_train_apart_and_a_world_is_made_of_one_communicator
     assert result.returncode == 0 and result.stdout.count("done") == 4, result.stdout + result.stderr
 
 
-def test_one_rank_trains_while_a_coupled_code_does_something_else_and_keeps_mpi(tmp_path):
+def test_one_rank_trains_while_a_coupled_code_owns_mpi(tmp_path):
     program = """
         import atexit
         import mpi4py
@@ -94,15 +94,15 @@ def test_one_rank_trains_while_a_coupled_code_does_something_else_and_keeps_mpi(
             print("done", flush=True)
 
         atexit.register(last)
-        every = MPI.COMM_WORLD
-        alone = every.Split(0 if every.rank == 0 else MPI.UNDEFINED)
-        if every.rank == 0:
+        mpi_world = MPI.COMM_WORLD
+        alone = mpi_world.Split(0 if mpi_world.rank == 0 else MPI.UNDEFINED)
+        if mpi_world.rank == 0:
             import mpitrain as mt
             world = mt.init(comm=alone)
             assert world.size == 1
             scale = 1.0
     """
-    program = textwrap.dedent(program) + textwrap.indent(TRAIN, "    ") + "\nevery.Barrier()\n"
+    program = textwrap.dedent(program) + textwrap.indent(TRAIN, "    ") + "\nmpi_world.Barrier()\n"
     result = run(tmp_path, 2, program)
     assert result.returncode == 0 and result.stdout.count("done") == 2, result.stdout + result.stderr
 
@@ -129,11 +129,11 @@ def test_an_error_in_one_part_ends_the_whole_job_with_one_line(tmp_path):
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("wrong", ["world", "COMM_NULL"])
-def test_what_is_no_communicator_of_this_rank_is_refused_in_one_line(world, wrong):
+def test_init_refuses_a_communicator_without_this_rank(world, wrong):
     import mpi4py.MPI
 
     import mpitrain as mt
     from mpitrain.errors import InputError
 
-    with pytest.raises(InputError, match="takes an intracommunicator of mpi4py that has this rank"):
+    with pytest.raises(InputError, match="needs an mpi4py intracommunicator that contains this rank"):
         mt.init(comm=wrong if wrong == "world" else mpi4py.MPI.COMM_NULL)

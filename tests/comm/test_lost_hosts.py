@@ -20,7 +20,7 @@ def _user_timeout(connection):
     return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
 
 
-def test_connections_that_end_at_a_port_of_mpi_are_limited_and_nothing_else_is_touched():
+def test_time_limit_applies_only_to_mpi_connections():
     listening = socket.create_server(("127.0.0.1", 0))
     near = socket.create_connection(listening.getsockname())
     far, _ = listening.accept()
@@ -52,23 +52,23 @@ CONNECTED = """
 import os
 import socket
 
-def connected():
+def open_sockets():
     listening = socket.create_server(("127.0.0.1", 0))
     near = socket.create_connection(listening.getsockname())
     far = listening.accept()[0].detach()  # as if a library in C had opened it
     return [listening.fileno(), near.fileno(), far], (listening, near)
 
-earlier, kept = connected()
+earlier, _references = open_sockets()
 import torch
 import mpitrain as mt
 from mpitrain.comm.job import connections
 
 world = mt.init()
-later, kept_too = connected()
+later, _more_references = open_sockets()
 x = torch.ones(100_000)
 world.all_reduce(x, algorithm="mpi")
-found = connections.find(world.nodes, world.node, world.all_gather_object)
-found.limit(7, now=True)
+mpi_connections = connections.find(world.nodes, world.node, world.all_gather_object)
+mpi_connections.limit(7, now=True)
 
 def timeout(descriptor):
     with socket.socket(fileno=os.dup(descriptor)) as opened:
@@ -79,14 +79,14 @@ def timeout(descriptor):
 assert [timeout(d) for d in earlier + later] == [0] * 6
 sockets = [int(d) for d in os.listdir("/proc/self/fd") if connections._socket_at(d)]
 limited = [d for d in sockets if timeout(d) == 7000]
-led = [connections._far_end("", s) for s in (socket.socket(fileno=os.dup(d)) for d in limited)]
-print("limited", len([end for end in led if end]), flush=True)
+endpoints = [connections._remote_endpoint("", s) for s in (socket.socket(fileno=os.dup(d)) for d in limited)]
+print("limited", len([end for end in endpoints if end]), flush=True)
 world.barrier()
 """
 
 
 @pytest.mark.skipif(not start(1)[0].endswith("mpirun"), reason="Open MPI's settings and connections")
-def test_sockets_of_the_user_opened_before_and_after_mpi_started_are_not_touched(tmp_path):
+def test_user_sockets_get_no_time_limit(tmp_path):
     (tmp_path / "connected.py").write_text(CONNECTED)
     by_tcp = {"OMPI_MCA_btl": "tcp,self", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl_tcp_if_include": "lo"}
     result = job(2, [sys.executable, str(tmp_path / "connected.py")], PYTHONPATH=str(ROOT), **by_tcp)
@@ -94,7 +94,7 @@ def test_sockets_of_the_user_opened_before_and_after_mpi_started_are_not_touched
     assert [int(line.split()[1]) >= 1 for line in result.stdout.splitlines()] == [True] * 2, result.stdout
 
 
-def test_mpirun_is_ended_unless_a_rank_is_left(monkeypatch):
+def test_mpirun_is_ended_only_after_all_ranks(monkeypatch):
     monkeypatch.setattr(launcher, "_PATIENCE", 0)
     mpirun, rank = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
     launcher.end_soon(mpirun.pid, unless=[rank.pid])
@@ -106,8 +106,8 @@ def test_mpirun_is_ended_unless_a_rank_is_left(monkeypatch):
     assert mpirun.wait(10) == -15
 
 
-def test_it_is_seen_whether_mpirun_looks_for_silent_hosts():
-    def looks(*words, **environment):
+def test_notices_silent_hosts_reads_the_settings_of_mpirun():
+    def notices_hosts(*words, **environment):
         command = [sys.executable, "-c", "print(flush=True); input()", *words]
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | environment
@@ -117,16 +117,16 @@ def test_it_is_seen_whether_mpirun_looks_for_silent_hosts():
             process.communicate(b"\n")
         return notices
 
-    assert looks("-n", "4")
-    assert looks("--prtemca", "oob_tcp_keepalive_time", "60")
-    assert not looks("--prtemca", "oob_tcp_keepalive_time", "0")
-    assert not looks(PRTE_MCA_oob_tcp_keepalive_time="0")
+    assert notices_hosts("-n", "4")
+    assert notices_hosts("--prtemca", "oob_tcp_keepalive_time", "60")
+    assert not notices_hosts("--prtemca", "oob_tcp_keepalive_time", "0")
+    assert not notices_hosts(PRTE_MCA_oob_tcp_keepalive_time="0")
 
 
-def test_there_is_no_mpirun_to_be_found_without_one(monkeypatch):
+def test_find_mpirun_returns_zero_without_mpirun(monkeypatch):
     monkeypatch.delenv("PMIX_NAMESPACE", raising=False)
-    assert launcher.find() == 0
+    assert launcher.find_mpirun() == 0
     monkeypatch.setenv("PMIX_NAMESPACE", f"prterun-here-{os.getppid()}@1")
-    assert launcher.find() == os.getppid()
+    assert launcher.find_mpirun() == os.getppid()
     monkeypatch.setenv("PMIX_NAMESPACE", "prterun-elsewhere-999999999@1")
-    assert launcher.find() == 0
+    assert launcher.find_mpirun() == 0

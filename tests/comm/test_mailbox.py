@@ -30,7 +30,7 @@ def data(nbytes: int, seed: int) -> torch.Tensor:
 
 
 @MANY
-def test_letters_and_payloads_of_every_size_arrive_in_order_also_at_oneself(world, box):
+def test_letters_of_every_size_arrive_in_order_at_all_ranks(world, box):
     large = 2**53 - 1
     for dest in range(world.size):
         for number, nbytes in enumerate(SIZES):
@@ -52,10 +52,10 @@ def test_letters_and_payloads_of_every_size_arrive_in_order_also_at_oneself(worl
 
 
 @MANY
-def test_what_a_letter_cannot_be_is_told(world, box):
+def test_invalid_letters_are_refused_with_the_reason(world, box):
     for call, words in (
         (lambda: box.post(world.size, [1]), "no rank"),
-        (lambda: box.post(0, range(16)), "16 words; a letter has 15 at most"),
+        (lambda: box.post(0, range(16)), "a letter of 16 words is too long; send at most 15"),
         (lambda: box.post(0, [], torch.ones(4, 4).t()[1:]), "not contiguous"),
         (lambda: box.post(0, [], torch.ones(3, device="meta")), "meta has no data"),
     ):
@@ -64,7 +64,7 @@ def test_what_a_letter_cannot_be_is_told(world, box):
     other = (world.rank + 1) % world.size
     posted = [box.post(other, [n], data(3 << 20, n)) for n in range(2)]
     letter = box.wait([other], "the wrong one")
-    message = rf"letter of rank {letter.source} carries 3145728 bytes where rank {world.rank} expects 400;"
+    message = rf"letter from rank {letter.source} has a payload of 3145728 bytes, but rank {world.rank} expects 400;"
     with pytest.raises(CommunicationError, match=message):
         letter.receive(torch.empty(100))
     place = torch.empty(3 << 20, dtype=torch.uint8)
@@ -76,7 +76,7 @@ def test_what_a_letter_cannot_be_is_told(world, box):
 
 
 @MANY
-def test_threads_that_serve_lose_nothing_of_a_thousand_random_letters(world):
+def test_serving_threads_lose_none_of_many_random_letters(world):
     """Each rank asks random ranks, itself included, for sums of random payloads, and a thread of that rank answers."""
     questions, answers = world.mailbox("questions"), world.mailbox("answers")
     count, chance = 1000 // world.size, random.Random(world.rank)
@@ -121,7 +121,7 @@ def test_threads_that_serve_lose_nothing_of_a_thousand_random_letters(world):
 
 
 @MANY
-def test_a_freed_box_throws_away_what_nobody_took_and_leaves_nothing_in_mpi(world):
+def test_a_freed_mailbox_discards_pending_letters_and_leaves_nothing_in_mpi(world):
     numbers = set()
     for _ in range(5):
         box = world.mailbox("short")
@@ -136,7 +136,7 @@ def test_a_freed_box_throws_away_what_nobody_took_and_leaves_nothing_in_mpi(worl
         box.post(0, [1])
 
 
-def test_a_wait_for_a_stopped_rank_ends_the_job_and_an_idle_server_does_not(tmp_path):
+def test_waiting_for_a_stopped_rank_ends_the_job(tmp_path):
     report = failed_job(
         tmp_path,
         3,
@@ -151,17 +151,17 @@ def test_a_wait_for_a_stopped_rank_ends_the_job_and_an_idle_server_does_not(tmp_
                     time.sleep(60)  # the signal may stop other threads first
                 answers.post(letter.source, letter.words)
         threading.Thread(target=serve, daemon=True).start()
-        def ask(rank, what):
-            questions.post(rank, [what])
-            assert answers.wait([rank], "pull").words == [what]  # asks
+        def request(rank, word):
+            questions.post(rank, [word])
+            assert answers.wait([rank], "pull").words == [word]  # waits
         if world.rank == 0:
-            ask(2, 1)
-            ask(1, 7)
+            request(2, 1)
+            request(1, 7)
         time.sleep(60)  # the server of rank 2 is idle for longer than an operation may take
         """,
     )
     assert re.search(r"world: mailbox answers: pull #\d did not complete in 3 s \(comm.timeout\)", report), report
     table = rows(report)
-    assert re.match(r"world: mailbox answers: pull #\d, 3 s", table[0]) and line(tmp_path, "# asks") in table[0]
+    assert re.match(r"world: mailbox answers: pull #\d, 3 s", table[0]) and line(tmp_path, "# waits") in table[0]
     assert table[1] == "does not answer: stopped, dead or cut off"
     assert table[2].startswith("not in an operation")

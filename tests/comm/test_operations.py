@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from reference import DTYPES, assert_equal, meaningful, reduced, values
+from reference import DTYPES, assert_equal, expected_reduction, is_defined, values
 
 import mpitrain
 from mpitrain.comm.memory import buffers
@@ -33,9 +33,9 @@ def _algorithms(world, *names):
 def test_all_reduce_of_every_type_and_operation(comm, device, dtype):
     for numel in NUMELS:
         for op in OPERATIONS:
-            if not meaningful(op, dtype):
+            if not is_defined(op, dtype):
                 continue
-            expected = reduced(op, [values(numel, dtype, r) for r in range(comm.size)])
+            expected = expected_reduction(op, [values(numel, dtype, r) for r in range(comm.size)])
             x = values(numel, dtype, comm.rank).to(device)
             comm.all_reduce(x, op)
             assert_equal(x, expected, comm.size)
@@ -52,12 +52,12 @@ def test_all_reduce_of_every_type_and_operation(comm, device, dtype):
 )
 def test_all_reduce_by_every_algorithm(comm, device, dtype, inside):
     arena = comm.arena(300_001, dtype, device)
-    long = "avg" if meaningful("avg", dtype) else "sum"  # one is enough: how vectors are cut depends on no operation
+    long = "avg" if is_defined("avg", dtype) else "sum"  # one is enough: how vectors are cut depends on no operation
     for numel in (1, 7, 1001, 300_001):
         for op in ("sum", "max", "avg") if numel < 300_001 else (long,):
-            if not meaningful(op, dtype):
+            if not is_defined(op, dtype):
                 continue
-            expected = reduced(op, [values(numel, dtype, r) for r in range(comm.size)])
+            expected = expected_reduction(op, [values(numel, dtype, r) for r in range(comm.size)])
             for algorithm in _algorithms(comm, "ring", "tree", "halving", "two_level"):
                 x = values(numel, dtype, comm.rank).to(device)
                 x = arena.view(0, (numel,)).copy_(x) if inside else x
@@ -68,13 +68,13 @@ def test_all_reduce_by_every_algorithm(comm, device, dtype, inside):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.uint8], ids=lambda d: str(d)[6:])
-def test_sums_of_small_integers_wrap_as_those_of_torch_by_every_algorithm(comm, device, dtype):
+def test_sums_of_small_integers_wrap_as_in_torch_with_every_algorithm(comm, device, dtype):
     limits, numel = torch.iinfo(dtype), 301 * comm.size
     contributions = [
         torch.randint(limits.min, limits.max + 1, (numel,), generator=torch.Generator().manual_seed(rank)).to(dtype)
         for rank in range(comm.size)
     ]
-    mine = contributions[comm.rank]
+    local_values = contributions[comm.rank]
     total = torch.stack(contributions).sum(0, dtype=dtype)
     assert not torch.equal(total.long(), torch.stack(contributions).sum(0)), "nothing wraps"
     average = torch.div(total, comm.size, rounding_mode="trunc")
@@ -82,20 +82,20 @@ def test_sums_of_small_integers_wrap_as_those_of_torch_by_every_algorithm(comm, 
     for (op, expected), inside in product((("sum", total), ("avg", average)), (False, True)):
         x = arena.view(0, (numel,)) if inside else torch.empty(numel, dtype=dtype, device=device)
         for algorithm in _algorithms(comm, "ring", "tree", "halving", "two_level"):
-            comm.all_reduce(x.copy_(mine), op, algorithm)
+            comm.all_reduce(x.copy_(local_values), op, algorithm)
             assert_equal(x, expected)
         for algorithm in ("auto", "mpi", "tree"):
-            comm.reduce(x.copy_(mine), 1, op, algorithm)
-            assert_equal(x, expected if comm.rank == 1 else mine)
+            comm.reduce(x.copy_(local_values), 1, op, algorithm)
+            assert_equal(x, expected if comm.rank == 1 else local_values)
         for algorithm in ("auto", "mpi", "ring", "halving", "pairwise"):
             out = torch.empty(301, dtype=dtype, device=device)
-            comm.reduce_scatter(out, x.copy_(mine), op, algorithm)
+            comm.reduce_scatter(out, x.copy_(local_values), op, algorithm)
             assert_equal(out, expected.chunk(comm.size)[comm.rank])
     arena.free()
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_averages_of_integers_are_the_sum_divided_toward_zero(comm, device):
+def test_integer_averages_are_rounded_toward_zero(comm, device):
     for dtype in (torch.int64, torch.int32):
         large = [2**60 + 1, -(2**60) - 1] if dtype == torch.int64 else []  # a float would not hold them
         whole = torch.tensor([-7, -2, -1, 0, 1, 2, 7, *large], dtype=dtype)
@@ -107,7 +107,7 @@ def test_averages_of_integers_are_the_sum_divided_toward_zero(comm, device):
 
 @MANY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
-def test_reproducible_sums_have_the_same_bits_by_every_algorithm(comm, device, dtype):
+def test_reproducible_sums_have_the_same_bits_with_every_algorithm(comm, device, dtype):
     arena = comm.arena(70_001, dtype, device)
     for op in ("sum", "avg"):
         results = []
@@ -144,7 +144,7 @@ def test_reproducible_sums_continue_the_tree_of_sums_within_a_rank(world):
 
 
 @ALL
-def test_reduce_gives_the_root_the_result_and_leaves_the_others_alone(comm, device):
+def test_reduce_changes_only_the_root(comm, device):
     for dtype in (torch.float32, torch.float16, torch.int64, torch.bool):
         arena = comm.arena(5000, dtype, device)
         for numel in (1, 5000):
@@ -154,8 +154,8 @@ def test_reduce_gives_the_root_the_result_and_leaves_the_others_alone(comm, devi
                     if algorithm == "shared" and (comm.size == 1 or comm.num_nodes > 1):
                         continue
                     comm.reduce(x, root, "sum", algorithm)
-                    everyone = [values(numel, dtype, r) for r in range(comm.size)]
-                    expected = reduced("sum", everyone) if comm.rank == root else everyone[comm.rank]
+                    all_values = [values(numel, dtype, r) for r in range(comm.size)]
+                    expected = expected_reduction("sum", all_values) if comm.rank == root else all_values[comm.rank]
                     assert_equal(x, expected, comm.size)
         arena.free()
 
@@ -183,19 +183,19 @@ def test_all_gather_and_reduce_scatter_by_every_algorithm(comm, device):
             for algorithm in _algorithms(comm, "ring", "halving"):
                 if algorithm == "shared" and (comm.size == 1 or each == 0):
                     continue
-                everyone = torch.cat([values(each, dtype, r) for r in range(comm.size)])
+                all_values = torch.cat([values(each, dtype, r) for r in range(comm.size)])
                 x = arena.view(0, (each,)).copy_(values(each, dtype, comm.rank))
                 out = torch.empty(each * comm.size, dtype=dtype, device=device)
                 comm.all_gather(out, x, algorithm)
-                assert_equal(out, everyone)
+                assert_equal(out, all_values)
 
                 whole = arena.view(0, (each * comm.size,)).zero_()  # in place: x is a part of out
                 own_block = whole[each * comm.rank : each * (comm.rank + 1)].copy_(values(each, dtype, comm.rank))
                 comm.all_gather(whole, own_block, algorithm)
-                assert_equal(whole, everyone)
+                assert_equal(whole, all_values)
 
                 contributions = [values(each * comm.size, dtype, r) for r in range(comm.size)]
-                expected = reduced("sum", contributions)[each * comm.rank : each * (comm.rank + 1)]
+                expected = expected_reduction("sum", contributions)[each * comm.rank : each * (comm.rank + 1)]
                 x = arena.view(0, (each * comm.size,)).copy_(contributions[comm.rank])
                 out = torch.empty(each, dtype=dtype, device=device)
                 comm.reduce_scatter(out, x, "sum", algorithm)
@@ -219,9 +219,9 @@ def test_uneven_blocks(comm, device):
         contributions = [values(sum(counts), torch.float32, r) for r in range(comm.size)]
         out = torch.empty(counts[comm.rank], device=device)
         comm.reduce_scatter(out, contributions[comm.rank].to(device), "sum", algorithm, counts=counts)
-        assert_equal(out, reduced("sum", contributions)[first : first + counts[comm.rank]], comm.size)
+        assert_equal(out, expected_reduction("sum", contributions)[first : first + counts[comm.rank]], comm.size)
 
-    table = [[(3 * a + 5 * b) % 4 for b in range(comm.size)] for a in range(comm.size)]  # a sends b so many
+    table = [[(3 * a + 5 * b) % 4 for b in range(comm.size)] for a in range(comm.size)]  # elements that a sends to b
     sent, received = table[comm.rank], [row[comm.rank] for row in table]
     x = values(sum(sent), torch.int64, comm.rank).to(device)
     out = torch.empty(sum(received), dtype=torch.int64, device=device)
@@ -233,7 +233,7 @@ def test_uneven_blocks(comm, device):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "in arena"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=lambda d: str(d)[6:])
-def test_blocks_much_smaller_than_the_largest_are_reduced_and_gathered_too(comm, device, dtype, inside):
+def test_very_uneven_blocks_are_reduced_and_gathered(comm, device, dtype, inside):
     large = 65537  # elements: such a block is cut into chunks, most of which are empty in a small one
     arena = comm.arena(large * comm.size, dtype, device)
     for small in (0, 1, 5):
@@ -247,7 +247,7 @@ def test_blocks_much_smaller_than_the_largest_are_reduced_and_gathered_too(comm,
             for op, algorithm in product(("sum", "avg"), algorithms):
                 out = torch.empty(length, dtype=dtype, device=device)
                 comm.reduce_scatter(out, x, op, algorithm, counts=counts)
-                assert_equal(out, reduced(op, contributions)[first : first + length], comm.size)
+                assert_equal(out, expected_reduction(op, contributions)[first : first + length], comm.size)
             x[first : first + length].copy_(values(length, dtype, comm.rank))
             comm.all_gather(x, x[first : first + length], counts=counts)
             assert_equal(x, torch.cat([values(n, dtype, rank) for rank, n in enumerate(counts)]))
@@ -277,7 +277,7 @@ def test_gather_scatter_and_all_to_all(comm, device):
 
 @MANY
 @pytest.mark.parametrize("numel", [1, 1000, 100_000])
-def test_all_gather_where_only_some_ranks_pass_their_block_of_the_result(comm, device, numel):
+def test_all_gather_in_place_on_some_ranks_only(comm, device, numel):
     for counts in (None, [numel + rank for rank in range(comm.size)]):
         blocks = counts or [numel] * comm.size
         out, first = torch.zeros(sum(blocks), device=device), sum(blocks[: comm.rank])
@@ -290,7 +290,7 @@ def test_all_gather_where_only_some_ranks_pass_their_block_of_the_result(comm, d
 
 
 @MANY
-def test_what_is_too_long_for_one_call_of_mpi_goes_in_pieces(world, monkeypatch):
+def test_data_too_long_for_one_mpi_call_is_split(world, monkeypatch):
     modules = [module for name, module in sys.modules.items() if name.startswith("mpitrain.comm.")]
     for module in modules:
         if hasattr(module, "LARGEST_COUNT"):  # 2^30 bytes or elements; here 1,000
@@ -300,7 +300,7 @@ def test_what_is_too_long_for_one_call_of_mpi_goes_in_pieces(world, monkeypatch)
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
         blocks = [values(each, dtype, r) for r in range(size)]
         wholes = [values(each * size, dtype, r) for r in range(size)]
-        total, own_slice = reduced("sum", wholes), slice(rank * each, (rank + 1) * each)
+        total, own_slice = expected_reduction("sum", wholes), slice(rank * each, (rank + 1) * each)
         for algorithm in _algorithms(world, "ring", "tree", "halving", "two_level"):
             x = wholes[rank].clone()
             comm.all_reduce(x, "sum", algorithm)
@@ -350,9 +350,9 @@ def test_messages_arrive_where_they_are_sent(comm, device):
     assert_equal(y, torch.arange(10.0) + left)
     if comm.rank == 0:
         for _ in range(comm.size - 1):
-            got = np.zeros(1, dtype=np.int64)
-            comm.recv(got, mpitrain.ANY_SOURCE)
-            assert 0 < got[0] < comm.size
+            received = np.zeros(1, dtype=np.int64)
+            comm.recv(received, mpitrain.ANY_SOURCE)
+            assert 0 < received[0] < comm.size
     else:
         comm.send(np.array([comm.rank]), 0)
 
@@ -370,7 +370,7 @@ def test_asynchronous_operations_complete_in_the_order_of_submission(comm, devic
 
 
 @MANY
-def test_groups_reduce_among_themselves(world):
+def test_groups_reduce_independently(world):
     half = world.split(world.rank % 2, key=-world.rank)
     x = torch.tensor([float(world.rank)])
     half.all_reduce(x)
@@ -413,7 +413,7 @@ def test_numpy_arrays_and_read_only_inputs(world):
         world.all_reduce(frozen)
 
 
-class Foreign:
+class ForeignArray:
     """An array of another library, with the protocols by which arrays are exchanged."""
 
     def __init__(self, array: object, versions: bool = True) -> None:
@@ -428,7 +428,7 @@ class Foreign:
         return self.array.__dlpack_device__()
 
 
-class ForeignOnDevice(Foreign):
+class ForeignDeviceArray(ForeignArray):
     """An array like CuPy's, with both protocols; torch can use the first one only with CUDA."""
 
     @property
@@ -449,12 +449,12 @@ class Broken:
 
 
 @pytest.mark.ranks(1, 2)
-def test_an_array_with_the_protocols_of_cupy_is_worked_on_where_it_lies(comm, device):
+def test_cupy_like_arrays_are_processed_in_place(comm, device):
     x = torch.full((5,), comm.rank + 1.0, device=device)
-    comm.all_reduce(ForeignOnDevice(x))
+    comm.all_reduce(ForeignDeviceArray(x))
     assert_equal(x, torch.full((5,), comm.size * (comm.size + 1) / 2))
     out = torch.empty(5 * comm.size, device=device)
-    comm.all_gather(ForeignOnDevice(out), ForeignOnDevice(x))
+    comm.all_gather(ForeignDeviceArray(out), ForeignDeviceArray(x))
     assert_equal(out, torch.full((5 * comm.size,), comm.size * (comm.size + 1) / 2))
 
 
@@ -469,7 +469,7 @@ def test_an_array_with_the_protocols_of_cupy_is_worked_on_where_it_lies(comm, de
     ],
     ids=["empty", "no dictionary", "raises", "no device"],
 )
-def test_a_broken_cuda_array_interface_is_one_line(world, interface):
+def test_a_broken_cuda_array_interface_raises_one_line(world, interface):
     if torch.cuda.is_available() and isinstance(interface, dict) and interface:
         pytest.skip("an address that CUDA might take")
     with pytest.raises(InputError, match="__cuda_array_interface__ of a Broken cannot be used") as refused:
@@ -479,15 +479,15 @@ def test_a_broken_cuda_array_interface_is_one_line(world, interface):
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("kind", ["read-only", "pyarrow", "without versions"])
-def test_what_another_library_declares_read_only_is_read_and_never_written(world, kind):
+def test_read_only_arrays_of_other_libraries_are_never_written(world, kind):
     if kind == "read-only" and np.lib.NumpyVersion(np.__version__) < "2.1.0":
         pytest.skip("NumPy, which stands in for JAX here, lends no read-only arrays over DLPack before 2.1")
-    mine = np.arange(3.0) + world.rank
+    local_values = np.arange(3.0) + world.rank
     if kind == "pyarrow":
-        array = pytest.importorskip("pyarrow").array(mine)
+        array = pytest.importorskip("pyarrow").array(local_values)
     else:  # JAX's arrays are immutable and say so
-        mine.flags.writeable = kind != "read-only"
-        array = Foreign(mine, versions=kind == "read-only")
+        local_values.flags.writeable = kind != "read-only"
+        array = ForeignArray(local_values, versions=kind == "read-only")
     out = np.empty(3 * world.size)
     world.all_gather(out, array)
     assert (out == np.concatenate([np.arange(3.0) + rank for rank in range(world.size)])).all()
@@ -519,12 +519,12 @@ def test_what_another_library_declares_read_only_is_read_and_never_written(world
         (lambda w: w.all_reduce(torch.ones(3, dtype=torch.complex64), "max"), "no order"),
         (lambda w: w.broadcast(torch.ones(3), 9), "there is no rank 9"),
         (lambda w: w.all_gather(torch.ones(3), torch.ones(3).double()), "make them the same"),
-        (lambda w: w.all_gather(torch.ones(2 * w.size), torch.ones(3)), "rank 0's block has 2|rank 1's block has 2"),
-        (lambda w: w.all_gather(torch.ones(3), torch.ones(3), counts=[9] * w.size), "sum to out's 3"),
+        (lambda w: w.all_gather(torch.ones(2 * w.size), torch.ones(3)), r"rank [01]'s block of out has 2"),
+        (lambda w: w.all_gather(torch.ones(3), torch.ones(3), counts=[9] * w.size), "sum to the 3 elements of out"),
         (lambda w: w.subgroup([0, 0]), "ranks must be different"),
-        (lambda w: w.arena(-1), "give 0 or more"),
+        (lambda w: w.arena(-1), "use 0 or more"),
     ],
 )
-def test_what_cannot_be_communicated_is_refused_by_name(world, call, message):
+def test_invalid_arguments_are_refused_by_name(world, call, message):
     with pytest.raises(InputError, match=message):
         call(world)

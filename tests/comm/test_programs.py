@@ -69,7 +69,7 @@ AT_SIZES = pytest.mark.parametrize(  # a proof takes as long as some power of th
 @pytest.mark.parametrize(
     "make", [ring_all_reduce, ring_reduce_scatter, ring_all_gather, tree_all_reduce, halving_all_reduce]
 )
-def test_segmented_algorithms_are_right_at_these_sizes(make, segments, sizes):
+def test_segmented_algorithms_are_correct(make, segments, sizes):
     for size in sizes:
         verify(make(size, segments))
 
@@ -87,7 +87,7 @@ def test_segmented_algorithms_are_right_at_these_sizes(make, segments, sizes):
         direct_all_to_all,
     ],
 )
-def test_plain_algorithms_are_right_at_these_sizes(make, sizes):
+def test_plain_algorithms_are_correct(make, sizes):
     for size in sizes:
         verify(make(size))
 
@@ -96,7 +96,7 @@ def test_plain_algorithms_are_right_at_these_sizes(make, sizes):
 @pytest.mark.parametrize(
     "make", [tree_reduce, tree_broadcast, shared_reduce, shared_broadcast, direct_gather, direct_scatter]
 )
-def test_rooted_algorithms_are_right_for_every_kind_of_root(make, sizes):
+def test_rooted_algorithms_are_correct_for_every_root(make, sizes):
     for size in sizes:
         for root in {0, size // 2, size - 1}:
             verify(make(size, root))
@@ -104,7 +104,7 @@ def test_rooted_algorithms_are_right_for_every_kind_of_root(make, sizes):
 
 @pytest.mark.parametrize("sizes", [(*range(1, 10), 16), pytest.param((33,), marks=pytest.mark.full)], ids=["16", "33"])
 @pytest.mark.parametrize("tree", [False, True])
-def test_shared_memory_algorithms_neither_race_nor_miss_anything(tree, sizes):
+def test_shared_memory_algorithms_are_correct_and_free_of_races(tree, sizes):
     for size in sizes:
         for pieces in (1, 2, 5) if size < 9 else (2,):
             verify(shared_all_reduce(size, pieces, tree=tree))
@@ -114,7 +114,7 @@ def test_shared_memory_algorithms_neither_race_nor_miss_anything(tree, sizes):
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 3), *[st.booleans()] * 2, st.randoms())
-def test_two_level_is_right_for_any_number_of_ranks_on_each_node(per_node, segments, direct, tree, random):
+def test_two_level_is_correct_for_any_number_of_ranks_per_node(per_node, segments, direct, tree, random):
     nodes = [node for node, ranks in enumerate(per_node) for _ in range(ranks)]
     if random.random() < 0.3:
         random.shuffle(nodes)  # ranks placed round robin or worse
@@ -131,7 +131,7 @@ def _traffic(program, rank, chunk_bytes):
     return sum(int(total[int(span.hi)] - total[int(span.lo)]) for span in sent), len(sent), len(exchanges)
 
 
-def test_two_level_sends_the_least_between_nodes_whether_directly_or_round_a_ring():
+def test_two_level_sends_the_fewest_inter_node_bytes():
     nodes, each = (0, 0, 1, 1, 2, 2), 4096  # 2 slices of 3 parts
     for direct in (False, True):
         sent, _, _ = _traffic(two_level_all_reduce(nodes, direct=direct), 0, [each] * 6)
@@ -150,7 +150,7 @@ def _without_a_step(program: Program, rank: int, number: int) -> Program:
     [ring_all_reduce(4), halving_all_reduce(5), tree_all_reduce(6), shared_all_reduce(3), staged_all_reduce(3, 3)],
     ids=lambda p: p.name,
 )
-def test_verify_refuses_a_program_that_lacks_any_step_that_does_something(program):
+def test_verify_refuses_a_program_without_a_needed_step(program):
     for rank in range(program.size):
         for number, step in enumerate(program.steps(rank)):
             idle = isinstance(step, Exchange) and int(step.to) < 0 and int(step.source) < 0
@@ -160,7 +160,7 @@ def test_verify_refuses_a_program_that_lacks_any_step_that_does_something(progra
                     verify(_without_a_step(program, rank, number))
 
 
-def test_verify_refuses_a_fence_left_out_on_all_ranks():
+def test_verify_refuses_a_fence_missing_on_all_ranks():
     program = shared_all_reduce(3)
     bare = replace(program, steps=lambda r: iter([s for s in program.steps(r) if not isinstance(s, Fence)]))
     with pytest.raises(ProgramError):
@@ -180,7 +180,7 @@ def test_verify_refuses_a_program_that_is_safe_only_once(number):
 
 
 @pytest.mark.parametrize("make", [deferred_reduce_scatter, alternating_all_gather, node_copy])
-def test_programs_between_whose_halves_the_caller_acts_are_right_to_16_ranks_and_need_each_step(make):
+def test_split_phase_programs_are_correct_and_need_each_step(make):
     for size in (*range(1, 10), 16):
         verify(make(size))
     program = make(3)
@@ -204,14 +204,14 @@ def test_programs_between_whose_halves_the_caller_acts_are_right_to_16_ranks_and
     ],
     ids=["one slot", "no meeting between", "signal given twice", "no signal"],
 )
-def test_verify_refuses_meetings_that_are_not_enough(program, reason):
+def test_verify_refuses_insufficient_synchronization(program, reason):
     with pytest.raises(ProgramError, match=reason):
         verify(program)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 4), st.integers(2, 4), st.randoms())
-def test_deferred_reductions_may_be_waited_for_and_released_whenever_each_rank_likes(size, vectors, random):
+def test_deferred_reductions_complete_in_any_order_of_wait_and_release(size, vectors, random):
     program, runs = replace(deferred_reduce_scatter(size), vectors=vectors), 2 * vectors + 1
 
     def order(rank):
@@ -241,7 +241,7 @@ def test_verify_refuses_a_contribution_added_twice():
         verify(replace(program, steps=steps))
 
 
-def test_verify_finds_the_deadlock_of_everybody_sending_first():
+def test_verify_detects_the_deadlock_of_all_ranks_sending_first():
     program = ring_all_gather(3)
 
     def steps(rank):
@@ -254,7 +254,7 @@ def test_verify_finds_the_deadlock_of_everybody_sending_first():
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 33])
-def test_ring_all_reduce_sends_what_theory_says(size):
+def test_ring_all_reduce_sends_the_theoretical_minimum(size):
     each = 4096
     sent, messages, exchanges = _traffic(ring_all_reduce(size), 0, [each] * size)
     assert sent == 2 * (size - 1) * each  # 2(N-1)/N of N * each
@@ -263,7 +263,7 @@ def test_ring_all_reduce_sends_what_theory_says(size):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 33), st.integers(0, 5000), st.integers(1, 4))
-def test_uneven_chunks_send_every_byte_as_often_as_even_ones(size, numel, segments):
+def test_uneven_chunks_send_as_many_bytes_as_even_ones(size, numel, segments):
     program = ring_all_reduce(size, segments)
     bounds = chunk_bounds(even_bounds(numel, size), segments)
     sizes = np.diff(bounds)
@@ -273,7 +273,7 @@ def test_uneven_chunks_send_every_byte_as_often_as_even_ones(size, numel, segmen
 
 
 @given(st.integers(0, 10_000), st.integers(1, 40), st.integers(1, 32))
-def test_even_bounds_cover_everything_once_and_nearly_evenly(numel, blocks, multiple):
+def test_even_bounds_cover_all_elements_once_and_nearly_evenly(numel, blocks, multiple):
     bounds = even_bounds(numel, blocks, multiple)
     assert bounds[0] == 0 and bounds[-1] == numel and bounds == sorted(bounds)
     assert all(b % multiple == 0 for b in bounds[:-1])
@@ -281,12 +281,12 @@ def test_even_bounds_cover_everything_once_and_nearly_evenly(numel, blocks, mult
     assert sizes.max() - sizes.min() < 2 * multiple
 
 
-def test_tree_order_joins_runs_of_powers_of_two_first():
+def test_tree_order_combines_powers_of_two_first():
     text = tree_order([str(i) for i in range(7)], lambda a, b: f"({a}+{b})")
     assert text == "(((0+1)+(2+3))+((4+5)+6))"
 
 
-def test_simulation_of_4096_ranks_ranks_the_algorithms_as_experience_does():
+def test_simulation_of_4096_ranks_orders_the_algorithms_as_measured():
     nodes = tuple(rank // 64 for rank in range(4096))
 
     def seconds(program, nbytes):

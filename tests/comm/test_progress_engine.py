@@ -14,7 +14,7 @@ import torch
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.errors import CommunicationError
 
-LONG = 1_000_000  # elements: no MPI sends so many before they are asked for
+LONG = 1_000_000  # elements: no MPI library sends so long a message before its receive is posted
 LIMIT = 20.0  # seconds
 
 
@@ -37,12 +37,12 @@ def full(value: float, numel: int = LONG) -> torch.Tensor:
 
 
 @pytest.mark.ranks(2, 3)
-def test_ranks_that_all_send_before_they_wait_for_what_they_receive_complete(pair):
-    after, before = (pair[0].rank + 1) % pair[0].size, (pair[0].rank - 1) % pair[0].size
+def test_ranks_that_all_send_before_they_receive_complete(pair):
+    next_rank, previous_rank = (pair[0].rank + 1) % pair[0].size, (pair[0].rank - 1) % pair[0].size
     for receiving in ([0], [1], [0, 1], [1, 0]):  # from one group each, from both, and not in the order of sending
-        sent = [pair[number].isend(full(number + after), after, 3) for number in sorted(receiving)]
+        sent = [pair[number].isend(full(number + next_rank), next_rank, 3) for number in sorted(receiving)]
         places = [full(-1) for _ in receiving]
-        received = [pair[number].irecv(y, before, 3) for number, y in zip(receiving, places, strict=True)]
+        received = [pair[number].irecv(y, previous_rank, 3) for number, y in zip(receiving, places, strict=True)]
         for work in [*sent, *received]:
             work.wait(LIMIT)
         assert all(y.eq(number + pair[0].rank).all() for number, y in zip(receiving, places, strict=True))
@@ -50,7 +50,7 @@ def test_ranks_that_all_send_before_they_wait_for_what_they_receive_complete(pai
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("wait", ["all_reduce", "barrier", "split", "async", "send"])
-def test_a_receive_completes_while_its_rank_waits_in_five_operations_of_either_group(pair, wait):
+def test_a_receive_completes_while_its_rank_waits_in_another_operation(pair, wait):
     for group in pair:
         for other in pair:
             y, x = full(-1), full(7)
@@ -81,7 +81,7 @@ def test_a_receive_completes_while_its_rank_waits_in_five_operations_of_either_g
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("pair", [0, 1], indirect=True, ids=["no core", "a core"])
-def test_operations_begun_in_two_groups_complete_in_whatever_order_they_are_waited_for(pair):
+def test_operations_of_two_groups_complete_in_any_order_of_waits(pair):
     first, second = pair
     for _ in range(3):
         x, y = full(first.rank, 1000), full(1, 1000)
@@ -96,7 +96,7 @@ def test_operations_begun_in_two_groups_complete_in_whatever_order_they_are_wait
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("pair", [1], indirect=True, ids=["a core"])
-def test_the_threads_end_when_there_is_nothing_to_do(pair):
+def test_idle_threads_end(pair):
     group, _ = pair
     others = set(threading.enumerate())
     received = group.irecv(full(0), 1 - group.rank)
@@ -111,7 +111,7 @@ def test_the_threads_end_when_there_is_nothing_to_do(pair):
 
 
 @pytest.mark.ranks(2)
-def test_a_receive_of_a_freed_group_ends_with_an_error(world):
+def test_a_receive_of_a_freed_group_raises(world):
     group = world.split(0)
     received = group.irecv(full(0), 1 - group.rank)
     group.free()
@@ -121,7 +121,7 @@ def test_a_receive_of_a_freed_group_ends_with_an_error(world):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("pair", [0, 1], indirect=True, ids=["no core", "a core"])
-def test_no_operation_keeps_the_memory_of_its_tensors_once_its_handle_is_dropped(pair):
+def test_operations_release_their_tensors_when_the_handle_is_dropped(pair):
     group, _ = pair
     in_flight = group.process.progress.in_flight
     before = set(in_flight)  # of receives in other tests, to which nobody sends
@@ -141,7 +141,7 @@ def test_no_operation_keeps_the_memory_of_its_tensors_once_its_handle_is_dropped
 
 def every_operation(group):
     """Return, by name, a call (long, short) of each operation: blocking, in the background and prepared."""
-    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    next_rank, previous_rank = (group.rank + 1) % group.size, (group.rank - 1) % group.size
 
     def both(name, call):
         def blocking(long, short):
@@ -153,18 +153,18 @@ def every_operation(group):
         return {name: blocking, f"{name} async": background}
 
     def messages(long, short):
-        received = group.irecv(short, before)
-        sent = group.isend(long[:3000], after)
+        received = group.irecv(short, previous_rank)
+        sent = group.isend(long[:3000], next_rank)
         sent.wait()
         received.wait()
 
     def polled(long, short):
-        received, sent = group.irecv(short, before), group.isend(long[:3000], after)
+        received, sent = group.irecv(short, previous_rank), group.isend(long[:3000], next_rank)
         while not (received.done() and sent.done()):
             pass
 
     def wrong(long, short):
-        received, sent = group.irecv(short[:7], before), group.isend(short, after)
+        received, sent = group.irecv(short[:7], previous_rank), group.isend(short, next_rank)
         sent.wait()
         try:
             received.wait()
@@ -175,10 +175,10 @@ def every_operation(group):
 
     def blocking_messages(long, short):
         if group.rank == 0:
-            group.send(short, after)
-        group.recv(short, before)
+            group.send(short, next_rank)
+        group.recv(short, previous_rank)
         if group.rank:
-            group.send(short, after)
+            group.send(short, next_rank)
 
     calls = {"messages": messages, "polled": polled, "send": blocking_messages, "wrong": wrong}
     calls |= both("all_reduce", lambda long, short, **how: group.all_reduce(long, **how))

@@ -29,14 +29,14 @@ def ready(comm, name: str) -> int:
 
 @MANY
 @pytest.mark.parametrize(
-    "give",
+    "convert",
     [lambda x: x, torch.Tensor.numpy, lambda x: torch.nn.Parameter(x, requires_grad=False)],
     ids=["tensor", "array", "parameter"],
 )
-def test_every_operation_is_right_again_and_again(plain, give):
+def test_repeated_operations_are_correct(plain, convert):
     size, rank = plain.size, plain.rank
     whole, other, block = torch.zeros(6 * size), torch.zeros(6 * size), torch.zeros(6)
-    w, o, b = map(give, (whole, other, block))
+    w, o, b = map(convert, (whole, other, block))
     each = (rank + 1.0, size * (size + 1) / 2)
     for number in range(1, 5):
         whole.fill_(number * each[0])
@@ -67,7 +67,7 @@ def test_every_operation_is_right_again_and_again(plain, give):
 
 
 @MANY
-def test_other_tensors_at_the_same_place_are_looked_at_again(plain):
+def test_other_tensors_at_the_same_address_are_checked_again(plain):
     x = torch.ones(4, 4)
     for _ in range(2):
         plain.all_reduce(x)
@@ -91,7 +91,7 @@ def test_other_tensors_at_the_same_place_are_looked_at_again(plain):
 
 
 @MANY
-def test_lazily_conjugated_tensors_are_refused_however_often_their_memory_was_used(plain):
+def test_lazily_conjugated_tensors_are_refused_in_repeated_operations(plain):
     z = torch.ones(1, dtype=torch.complex64)
     for _ in range(3):
         plain.all_reduce(z)
@@ -105,7 +105,7 @@ def test_lazily_conjugated_tensors_are_refused_however_often_their_memory_was_us
 
 
 @MANY
-def test_what_is_ready_is_looked_at_again_when_arenas_come_and_go(plain):
+def test_prepared_calls_are_dropped_when_arenas_change(plain):
     x = torch.ones(3)
     for _ in range(2):
         plain.all_reduce(x)
@@ -121,7 +121,7 @@ def test_what_is_ready_is_looked_at_again_when_arenas_come_and_go(plain):
 
 
 @MANY
-def test_what_is_ready_goes_with_the_memory(plain):
+def test_prepared_calls_are_dropped_with_the_tensor(plain):
     for _ in range(5):
         x = torch.ones(1 << 18)
         plain.all_reduce(x)
@@ -131,7 +131,7 @@ def test_what_is_ready_goes_with_the_memory(plain):
 
 
 @MANY
-def test_what_was_begun_before_a_repeated_operation_comes_before_it(plain):
+def test_earlier_operations_complete_before_a_repeated_one(plain):
     x, y = torch.ones(3), torch.ones(2)
     for _ in range(3):
         plain.all_reduce(x)
@@ -145,7 +145,7 @@ def test_what_was_begun_before_a_repeated_operation_comes_before_it(plain):
 
 
 @MANY
-def test_a_freed_communicator_is_refused_however_often_it_was_used(world, plain):
+def test_a_freed_communicator_is_refused_in_repeated_operations(world, plain):
     group = plain.split(0)
     x = torch.ones(3)
     for _ in range(3):
@@ -158,7 +158,7 @@ def test_a_freed_communicator_is_refused_however_often_it_was_used(world, plain)
 
 
 @MANY
-def test_in_debug_mode_the_ranks_compare_each_time(world):
+def test_debug_mode_compares_repeated_operations(world):
     x = torch.ones(3)
     for _ in range(3):
         world.all_reduce(x)

@@ -7,7 +7,7 @@ import torch
 
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.programs.program import Program
-from mpitrain.comm.selection import Setting, Tuning, serving
+from mpitrain.comm.selection import Setting, Tuning, select_program
 from mpitrain.errors import InputError
 
 KIB = 1 << 10
@@ -26,7 +26,7 @@ def calls(comm, x):
 
 
 @pytest.mark.ranks(2, 3)
-def test_the_program_foretold_is_the_one_that_runs(world, monkeypatch):
+def test_the_predicted_program_is_the_one_that_runs(world, monkeypatch):
     dtype = torch.float32
     ran: list[Program] = []
     bind = Binder.plan
@@ -44,7 +44,7 @@ def test_the_program_foretold_is_the_one_that_runs(world, monkeypatch):
             for operation, call in calls(comm, x).items():
                 root = 1 if operation in ("reduce", "broadcast") else 0
                 setting = Setting(nbytes, numel, comm.nodes, where, crowded, root=root, block=block)
-                name, program = serving(operation, setting)
+                name, program = select_program(operation, setting)
                 ran.clear()
                 call()
                 actual = [(p.name, p.blocks, p.segments, p.slots) for p in ran]
@@ -54,15 +54,15 @@ def test_the_program_foretold_is_the_one_that_runs(world, monkeypatch):
     comm.free()
 
 
-def test_across_nodes_and_for_reproducible_sums_another_algorithm_stands_in():
+def test_fallback_algorithms_across_nodes_and_for_reproducible_sums():
     nodes = (0, 0, 1, 1)
-    assert serving("all_reduce", Setting(1 << 20, 1 << 18, nodes, "arena"))[0] == "two_level"
-    assert serving("all_reduce", Setting(1 << 10, 1 << 8, nodes, "arena")) == ("mpi", None)
+    assert select_program("all_reduce", Setting(1 << 20, 1 << 18, nodes, "arena"))[0] == "two_level"
+    assert select_program("all_reduce", Setting(1 << 10, 1 << 8, nodes, "arena")) == ("mpi", None)
     summed = Setting(1 << 20, 1 << 18, nodes, "private", reproducible=True, block=1 << 18)
     for operation, stand_in in (("all_reduce", ""), ("reduce_scatter", "pairwise")):
-        name, program = serving(operation, summed)
+        name, program = select_program(operation, summed)
         assert program is not None and program.name.startswith("pairwise") and stand_in in name
     with pytest.raises(InputError, match="needs all ranks on one node; use two_level or auto"):
-        serving("all_reduce", summed, algorithm="shared")
+        select_program("all_reduce", summed, algorithm="shared")
     with pytest.raises(InputError, match="no table of algorithms; use all_reduce, "):
-        serving("scatter", summed)
+        select_program("scatter", summed)

@@ -19,10 +19,10 @@ CHECKS = """
 import torch
 import mpitrain as mt
 
-def check(world, x, wanted, what):
-    assert torch.equal(x, wanted), f"rank {world.rank}: {what}"
+def check(world, x, expected, operation):
+    assert torch.equal(x, expected), f"rank {world.rank}: {operation}"
 
-def every_sum(world, arenas=()):
+def check_all_sums(world, arenas=()):
     \"\"\"All operations that may use shared memory, on small whole numbers, which every type here holds exactly.\"\"\"
     size, rank = world.size, world.rank
     small, large = (torch.float32, torch.bfloat16, torch.int64), (torch.float32,)
@@ -46,30 +46,30 @@ def every_sum(world, arenas=()):
                 check(world, x, (pattern + rank) * size, "reduce_scatter")
 """
 
-SCARCE = """
+SCARCE_MEMORY = """
 import os, sys
 import torch
 import mpitrain as mt
-from checks import every_sum
+from checks import check_all_sums
 
-wanted, count, left, late = map(int, sys.argv[1:])
+nbytes, count, left_free, late = map(int, sys.argv[1:])
 world = mt.init()
 
 def fill():
-    if left and world.rank == 0:  # somebody else's file takes nearly all
+    if left_free and world.rank == 0:  # somebody else's file takes nearly all
         free = os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize
         with open("/dev/shm/filler", "wb") as file:
-            file.write(bytes(free - left))
+            file.write(bytes(free - left_free))
     world.barrier()
 
 if not late:
     fill()
-arenas = [world.arena(wanted // 4) for _ in range(count)]
+arenas = [world.arena(nbytes // 4) for _ in range(count)]
 for arena in arenas:
     arena.tensor.fill_(float(world.rank))  # touches every page: a bus error where there is none
 if late:
     fill()
-every_sum(world, arenas)
+check_all_sums(world, arenas)
 if arenas[0].kind == "shared":
     try:
         world.all_reduce(arenas[0].tensor[: 50_000 + world.rank], algorithm="shared")
@@ -83,29 +83,29 @@ if world.rank == 0:
 """
 
 
-def two_ranks(
-    folder: Path, script: str, *arguments: object, before: Sequence[str] = (), timeout: float = 90, **environment: str
+def run_two_ranks(
+    folder: Path, script: str, *arguments: object, prefix: Sequence[str] = (), timeout: float = 90, **environment: str
 ):
     (folder / "checks.py").write_text(CHECKS)
     (folder / "main.py").write_text(script)
     command = [*launcher(2), sys.executable, str(folder / "main.py"), *map(str, arguments)]
-    return job(0, [*before, *command], timeout=timeout, **environment)
+    return job(0, [*prefix, *command], timeout=timeout, **environment)
 
 
 @pytest.fixture
 def small_shared_memory() -> Callable[[str], list[str]]:
     """Return a function that gives the command prefix for a mount namespace with a /dev/shm of a given size."""
 
-    def before(size: str) -> list[str]:
+    def prefix(size: str) -> list[str]:
         return ["unshare", "-m", "bash", "-c", f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"', "bash"]
 
     try:
-        possible = subprocess.run([*before("1m"), "true"], capture_output=True).returncode == 0
+        is_possible = subprocess.run([*prefix("1m"), "true"], capture_output=True).returncode == 0
     except OSError:
-        possible = False
-    if not possible:
+        is_possible = False
+    if not is_possible:
         pytest.skip("mounting a small /dev/shm needs root (and unshare)")
-    return before
+    return prefix
 
 
 MIB = 1 << 20
@@ -122,39 +122,39 @@ SMALL = {
 @pytest.fixture
 def other_shared_memory(small_shared_memory) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Yield a function that runs SCARCE on two ranks, forked from one warm process, with a /dev/shm of a given size."""
-    place = Warm(small_shared_memory("1m"))
-    enter = ["nsenter", f"--target={place.process.pid}", "--mount"]
+    warm_process = Warm(small_shared_memory("1m"))
+    enter = ["nsenter", f"--target={warm_process.process.pid}", "--mount"]
 
     def run(folder: Path, size: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-        place.run("-c", "pass")  # after that it is where it belongs
+        warm_process.run("-c", "pass")  # after that it is where it belongs
         subprocess.run([*enter, "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", "/dev/shm"], check=True)
         (folder / "checks.py").write_text(CHECKS)
-        (folder / "main.py").write_text(SCARCE)
+        (folder / "main.py").write_text(SCARCE_MEMORY)
         command = [sys.executable, str(folder / "main.py"), *map(str, arguments)]
-        return job(0, [*enter, *place.launched(2, command)], cwd=folder)
+        return job(0, [*enter, *warm_process.launched(2, command)], cwd=folder)
 
     yield run
-    place.close()
+    warm_process.close()
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(shutil.which("nsenter") is None, reason="needs nsenter")
-def test_too_small_a_dev_shm_falls_back_to_private_memory_with_one_warning(tmp_path, other_shared_memory):
-    for number, (what, (size, nbytes, count, free, late, kinds)) in enumerate(SMALL.items()):
+def test_a_small_dev_shm_falls_back_to_private_memory_with_one_warning(tmp_path, other_shared_memory):
+    for number, (case, (size, nbytes, count, free, late, kinds)) in enumerate(SMALL.items()):
         (tmp_path / str(number)).mkdir()
         result = other_shared_memory(tmp_path / str(number), size, nbytes, count, free, int(late))
-        _assert_fell_back(result, kinds, what)
+        assert_fallback(result, kinds, case)
 
 
-def _assert_fell_back(done: subprocess.CompletedProcess[str], kinds: list[str], what: str) -> None:
-    assert done.returncode == 0, (what, done.stderr)
-    assert done.stdout.split() == ["kinds", *kinds], what
-    assert done.stderr.count("UserWarning") == 1
-    assert re.search(r"/dev/shm has \d+ MiB free, \d+ MiB are wanted", done.stderr)
-    assert "mount -o remount,size=50% /dev/shm" in done.stderr
+def assert_fallback(result: subprocess.CompletedProcess[str], kinds: list[str], case: str) -> None:
+    assert result.returncode == 0, (case, result.stderr)
+    assert result.stdout.split() == ["kinds", *kinds], case
+    assert result.stderr.count("UserWarning") == 1
+    assert re.search(r"/dev/shm has \d+ MiB free, but the ranks of this node need \d+ MiB", result.stderr)
+    assert "mount -o remount,size=50% /dev/shm" in result.stderr
 
 
-def test_memory_without_pages_is_found_out_without_a_bus_error(small_shared_memory):
+def test_memory_without_pages_is_detected_without_a_bus_error(small_shared_memory):
     script = """
 import mmap
 import torch
@@ -172,18 +172,18 @@ print(_fill_with_zeros(address, 1 << 20), _fill_with_zeros(address, 256 << 20))
 UNREACHABLE = """
 import torch
 import mpitrain as mt
-from checks import every_sum
+from checks import check_all_sums
 
 world = mt.init()
-every_sum(world, [world.arena(4_000_000)])
+check_all_sums(world, [world.arena(4_000_000)])
 binder = world.binder
 assert binder.neighbours() is None and binder.staging() is not None
 """
 
 
-def test_sums_are_right_where_the_system_forbids_reading_other_processes(tmp_path):
+def test_sums_are_correct_if_reading_other_processes_is_forbidden(tmp_path):
     forbidden = [sys.executable, str(ROOT / "tests" / "without_ptrace.py")]
-    result = two_ranks(tmp_path, UNREACHABLE, before=forbidden)
+    result = run_two_ranks(tmp_path, UNREACHABLE, prefix=forbidden)
     assert result.returncode == 0, result.stderr
 
 
@@ -229,12 +229,12 @@ else:
 def test_vectors_and_messages_of_more_than_2_to_the_31_elements(tmp_path):
     if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 12 << 30:
         pytest.skip("needs 12 GiB of free memory")
-    done = two_ranks(tmp_path, LONG, timeout=500)
-    assert done.returncode == 0, done.stderr
+    result = run_two_ranks(tmp_path, LONG, timeout=500)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.ranks(2, 3)
-def test_what_is_bound_to_a_tensor_goes_with_its_memory_and_stays_as_long(world):
+def test_bound_programs_live_as_long_as_their_tensor(world):
     bound = world.binder.cache.bound
     tensor = torch.ones(1 << 18)
     view = tensor[10:]

@@ -27,7 +27,7 @@ def plain(world, monkeypatch):
     comm.free()
 
 
-def refused(world, call) -> str:
+def agreed_message(world, call) -> str:
     """Return the text of the error, which all ranks must raise with the same words."""
     with pytest.raises(CommunicationError) as caught:
         call()
@@ -41,13 +41,13 @@ NUMEL = 300_000
 
 
 @MANY
-def test_a_mismatch_where_memory_is_shared_is_one_error_that_names_ranks_and_arguments(world, plain):
+def test_mismatch_in_shared_memory_names_ranks_and_arguments(world, plain):
     odd, first, second = world.rank == world.size - 1, plain.arena(2 * NUMEL), plain.arena(2 * NUMEL)
     memory = torch.ones(3 * NUMEL)  # what lies behind a tensor is the caller's as well
     last = world.size - 1
 
     def text(call) -> str:
-        message = refused(world, call)
+        message = agreed_message(world, call)
         assert message.startswith("ranks call different operations: rank") and f"rank {last}: " in message
         assert bool((memory == 1).all())
         return message
@@ -71,7 +71,7 @@ def test_a_mismatch_where_memory_is_shared_is_one_error_that_names_ranks_and_arg
     text(lambda: plain.all_reduce((second if odd else first).tensor))
     text(lambda: plain.all_reduce(memory[:NUMEL] if odd else first.tensor[:NUMEL]))
     assert bool((first.tensor == 1).all()) and bool((second.tensor == 1).all())
-    assert f"arena on cpu of {7 + last} float32" in refused(world, lambda: plain.arena(7 + world.rank))
+    assert f"arena on cpu of {7 + last} float32" in agreed_message(world, lambda: plain.arena(7 + world.rank))
     x = memory[:NUMEL].clone()
     plain.all_reduce(x)  # the communicator works as before
     assert bool((x == world.size).all())
@@ -80,7 +80,7 @@ def test_a_mismatch_where_memory_is_shared_is_one_error_that_names_ranks_and_arg
 
 
 @MANY
-def test_a_deferred_reduce_scatter_compares_what_it_sums(world, plain):
+def test_deferred_reduce_scatter_compares_its_arguments(world, plain):
     x = plain.arena(world.size * 6000)
     x.tensor.fill_(1.0)
     out, odd = torch.zeros(6000), world.rank == 0
@@ -96,10 +96,10 @@ def test_a_deferred_reduce_scatter_compares_what_it_sums(world, plain):
 
 
 @MANY
-def test_whoever_comes_to_another_operation_than_a_rank_before_says_so_and_stays_out(world, plain):
+def test_a_rank_that_arrives_at_another_operation_raises_before_it(world, plain):
     plain.all_reduce(torch.ones(3))
     register = plain.binder._register
-    sign = {name: register.signature(name, meets=False, together=True) for name in ("this", "that", "next")}
+    sign = {name: register.signature(name, meets=False, synchronizing=True) for name in ("this", "that", "next")}
     if world.rank == 0:
         sign["this"]()
     world.barrier()
@@ -115,7 +115,7 @@ def test_whoever_comes_to_another_operation_than_a_rank_before_says_so_and_stays
         sign["next"]()  # it cannot have completed the operation before, which the others have not begun
     world.barrier()
     if world.rank:
-        with pytest.raises(CommunicationError, match="rank 0 has gone on to next"):
+        with pytest.raises(CommunicationError, match="rank 0 has already begun next"):
             sign["this"]()
         register.last[0] += 1 << 28
     world.barrier()
@@ -125,10 +125,10 @@ def test_whoever_comes_to_another_operation_than_a_rank_before_says_so_and_stays
 
 
 @MANY
-def test_random_mismatches_where_memory_is_shared_write_nothing_outside_of_it(world, plain):
+def test_random_mismatches_never_write_outside_shared_memory(world, plain):
     cases = unequal.Cases(plain)
     for number in range(60):
-        ranks = unequal.case(1, number, world.size, meeting=True)
+        ranks = unequal.make_case(1, number, world.size, meeting=True)
         cases.prepare(ranks[world.rank])
         world.barrier()
         error = ""
@@ -137,8 +137,8 @@ def test_random_mismatches_where_memory_is_shared_write_nothing_outside_of_it(wo
         except CommunicationError as caught:
             error = str(caught)
         world.barrier()
-        outcomes = world.all_gather_object([error, cases.outside()])
-        identical = len({arguments.what(world.size) for arguments in ranks}) == 1
+        outcomes = world.all_gather_object([error, cases.count_changes_outside()])
+        identical = len({arguments.must_match(world.size) for arguments in ranks}) == 1
         assert {outside for _, outside in outcomes} == {0}, (number, ranks, outcomes)
         assert len({text for text, _ in outcomes}) == 1 and bool(error) != identical, (number, ranks, outcomes)
     cases.free()
@@ -177,7 +177,7 @@ dist.all_reduce(x[: 1_000_000 * (dist.get_rank() + 1)])
     ],
     ids=["types by the library", "sizes by the library", "torch.distributed"],
 )
-def test_a_job_whose_ranks_differ_ends_with_their_arguments(tmp_path, script, arguments, named):
+def test_a_job_with_unequal_arguments_ends_with_both_calls_named(tmp_path, script, arguments, named):
     (tmp_path / "main.py").write_text(script)
     result = job(2, [sys.executable, str(tmp_path / "main.py"), *arguments], timeout=60)
     assert result.returncode not in (0, 128 + signal.SIGBUS, 128 + signal.SIGSEGV), result.stderr
@@ -188,19 +188,19 @@ def test_a_job_whose_ranks_differ_ends_with_their_arguments(tmp_path, script, ar
 @pytest.mark.campaign
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("ranks", "count"), [(2, 8), (3, 4)])
-def test_random_mismatches_of_all_operations_write_nothing_outside_of_buffers(tmp_path, ranks, count, full):
-    lines = campaign(tmp_path, ranks, seed=2, count=count * (50 if full else 1))
+def test_random_mismatches_never_write_outside_the_buffers(tmp_path, ranks, count, full):
+    lines = run_campaign(tmp_path, ranks, seed=2, count=count * (50 if full else 1))
     assert any("different operations" in line["outcome"] for line in lines)
     assert any(line["outcome"] == "done" for line in lines)
 
 
-def campaign(folder: Path, ranks: int, seed: int, count: int) -> list[dict]:
+def run_campaign(folder: Path, ranks: int, seed: int, count: int) -> list[dict]:
     """Run `count` cases and return one line for each case and rank; after an aborted job, go on with the next case."""
     first, lines = 0, []
     while first < count:
         command = [sys.executable, str(Path(unequal.__file__)), *map(str, (seed, first, count, folder))]
         result = job(ranks, command, timeout=600)
-        assert result.returncode in (0, unequal.LEFT), f"after case {first}: {result.stderr}"
+        assert result.returncode in (0, unequal.EXIT_CODE), f"after case {first}: {result.stderr}"
         for rank in range(ranks):
             log = folder / f"rank-{rank}.jsonl"
             lines += [json.loads(line) for line in log.read_text().splitlines()]
@@ -208,9 +208,9 @@ def campaign(folder: Path, ranks: int, seed: int, count: int) -> list[dict]:
         first = max(line["case"] for line in lines) + 1
     for line in lines:
         number = line["case"]
-        arguments = unequal.case(seed, number, ranks)
+        arguments = unequal.make_case(seed, number, ranks)
         assert line["outside"] == 0, (line, arguments)
-        if len({a.what(ranks) for a in arguments}) == 1:
+        if len({a.must_match(ranks) for a in arguments}) == 1:
             assert line["outcome"] == "done", (line, arguments)
         elif all(a.meets for a in arguments):
             assert "ranks call different operations" in line["outcome"], (line, arguments)

@@ -8,7 +8,7 @@ import pytest
 from ranks_apart import failed_job, good_job, line, rows
 
 
-def test_an_operation_that_one_rank_never_calls_ends_the_job_with_every_ranks_place(tmp_path):
+def test_an_operation_that_one_rank_never_calls_reports_all_ranks(tmp_path):
     report = failed_job(
         tmp_path,
         3,
@@ -33,7 +33,7 @@ def test_an_operation_that_one_rank_never_calls_ends_the_job_with_every_ranks_pl
 
 
 @pytest.mark.campaign
-def test_ranks_in_different_operations_are_told_apart(tmp_path):
+def test_ranks_in_different_operations_are_reported(tmp_path):
     report = failed_job(
         tmp_path,
         2,
@@ -85,7 +85,7 @@ def test_a_stopped_rank_does_not_answer(tmp_path):
     assert table[1] == "does not answer: stopped, dead or cut off"
 
 
-def test_a_hang_in_the_communication_thread_is_reported_with_the_line_that_waits(tmp_path):
+def test_a_hang_in_the_communication_thread_is_reported_with_the_waiting_line(tmp_path):
     report = failed_job(
         tmp_path,
         2,
@@ -109,7 +109,7 @@ def test_a_hang_in_the_communication_thread_is_reported_with_the_line_that_waits
 
 
 @pytest.mark.campaign
-def test_a_hang_where_nothing_overlaps_is_reported_as_well(tmp_path):
+def test_a_hang_without_overlap_is_reported(tmp_path):
     report = failed_job(
         tmp_path,
         2,
@@ -127,7 +127,7 @@ def test_a_hang_where_nothing_overlaps_is_reported_as_well(tmp_path):
 
 
 @pytest.mark.campaign
-def test_in_debug_mode_a_rank_that_does_not_come_is_named_before_the_operation_begins(tmp_path):
+def test_debug_mode_names_a_missing_rank_before_the_operation(tmp_path):
     report = failed_job(
         tmp_path,
         2,
@@ -143,7 +143,7 @@ def test_in_debug_mode_a_rank_that_does_not_come_is_named_before_the_operation_b
 
 
 @pytest.mark.campaign
-def test_in_debug_mode_a_mismatch_ends_the_job_with_both_calls_and_lines(tmp_path):
+def test_debug_mode_reports_both_calls_and_lines_of_a_mismatch(tmp_path):
     report = failed_job(
         tmp_path,
         2,
@@ -163,7 +163,7 @@ def test_in_debug_mode_a_mismatch_ends_the_job_with_both_calls_and_lines(tmp_pat
 
 
 @pytest.mark.campaign
-def test_an_operation_that_is_only_slow_is_left_alone(tmp_path):
+def test_a_slow_operation_does_not_end_the_job(tmp_path):
     good_job(
         tmp_path,
         2,
@@ -180,7 +180,7 @@ def test_an_operation_that_is_only_slow_is_left_alone(tmp_path):
     )
 
 
-def test_where_mpi_allows_one_thread_alone_the_watchdog_calls_it_never_and_still_ends_the_job(tmp_path):
+def test_the_watchdog_ends_the_job_without_mpi_calls_from_threads(tmp_path):
     report = failed_job(
         tmp_path,
         3,
@@ -197,6 +197,6 @@ def test_where_mpi_allows_one_thread_alone_the_watchdog_calls_it_never_and_still
         MPI4PY_RC_THREAD_LEVEL="serialized",
         MPITRAIN_SPARE_CORES="1",
     )
-    assert "did not complete in 3 s (comm.timeout); this MPI lets no second thread ask the other ranks" in report
+    assert "did not complete in 3 s (comm.timeout); this MPI library allows calls from one thread only" in report
     places = re.findall(r"^  rank (\d)  world: barrier .* (job.py:\d+) in", report, flags=re.MULTILINE)
     assert sorted(places) == [(rank, line(tmp_path, "world.barrier()").split()[0]) for rank in ("0", "2")], report

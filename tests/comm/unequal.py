@@ -3,7 +3,7 @@
     python unequal.py SEED FIRST LAST FOLDER       under mpirun: cases FIRST to LAST - 1, a line of JSON a case and rank
 
 Every buffer ends or begins at a page without access rights. The rest of its pages has a known pattern, and so has the
-rest of an arena of which a part is passed. A case that does not end on all ranks in time ends the job with LEFT.
+rest of an arena of which a part is passed. A case that does not end on all ranks in time ends the job with EXIT_CODE.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import mpitrain
 from mpitrain.comm import Arena, Communicator
 from mpitrain.errors import MpitrainError
 
-LEFT = 17  # exit code
-MOST = 1_000_000  # elements
-ARENA = 4 * MOST + 8192  # bytes
+EXIT_CODE = 17
+MAX_NUMEL = 1_000_000  # elements
+ARENA = 4 * MAX_NUMEL + 8192  # bytes
 _LIMIT = 3.0  # seconds for a case
 _PATTERN = 0xA5
 _DTYPES = (torch.float32, torch.int32, torch.float64, torch.int64, torch.bfloat16, torch.uint8)
-_MEETING = ("shared", "two_level")  # algorithms by which ranks touch each other's memory
+_SHARING_ALGORITHMS = ("shared", "two_level")  # algorithms by which ranks touch each other's memory
 _ALGORITHMS = {
-    "all_reduce": ("auto", "mpi", "ring", "tree", "halving", *_MEETING),
+    "all_reduce": ("auto", "mpi", "ring", "tree", "halving", *_SHARING_ALGORITHMS),
     "reduce": ("auto", "mpi", "tree", "shared"),
     "reduce_scatter": ("auto", "mpi", "ring", "halving", "pairwise", "shared"),
     "deferred reduce_scatter": ("shared",),
@@ -78,7 +78,7 @@ class Arguments:
             self.numel if self.place == "guarded" else min(self.numel, ARENA // 2 // self.dtype.itemsize // size * size)
         )
 
-    def what(self, size: int) -> tuple[object, ...]:
+    def must_match(self, size: int) -> tuple[object, ...]:
         """Return the arguments that must be the same on all ranks."""
         reduces = "reduce" in self.operation
         rooted = self.operation in ("reduce", "broadcast", "gather", "scatter")
@@ -95,49 +95,49 @@ class Arguments:
         )
 
 
-def case(seed: int, number: int, size: int, *, meeting: bool = False) -> list[Arguments]:
+def make_case(seed: int, number: int, size: int, *, meeting: bool = False) -> list[Arguments]:
     """Return each rank's arguments, the same on all ranks in one case of six.
 
     meeting: Choose only operations in which ranks touch each other's memory.
     """
-    chance = random.Random(f"{seed} {number} {size}")
+    rng = random.Random(f"{seed} {number} {size}")
 
-    def known(operation: str) -> list[str]:
-        return [name for name in _ALGORITHMS[operation] if not meeting or name in _MEETING]
+    def algorithms_of(operation: str) -> list[str]:
+        return [name for name in _ALGORITHMS[operation] if not meeting or name in _SHARING_ALGORITHMS]
 
     def draw() -> Arguments:
-        operation = chance.choice(
-            [name for name in _ALGORITHMS if known(name) and not (meeting and "deferred" in name)]
+        operation = rng.choice(
+            [name for name in _ALGORITHMS if algorithms_of(name) and not (meeting and "deferred" in name)]
         )
-        algorithm = chance.choice(known(operation))
+        algorithm = rng.choice(algorithms_of(operation))
         return Arguments(
             operation,
-            numel=-(-round(10 ** chance.uniform(0, 6)) // size) * size,
-            dtype=chance.choice(_DTYPES),
-            op=chance.choice(["sum", "max", "product"]),
-            root=chance.randrange(size),
+            numel=-(-round(10 ** rng.uniform(0, 6)) // size) * size,
+            dtype=rng.choice(_DTYPES),
+            op=rng.choice(["sum", "max", "product"]),
+            root=rng.randrange(size),
             algorithm=algorithm,
-            place=chance.choice(["first", "second"] if "deferred" in operation else ["guarded", "guarded", "first"]),
-            offset=64 * chance.randrange(64),
-            reproducible=operation == "all_reduce" and algorithm != "two_level" and chance.random() < 0.2,
+            place=rng.choice(["first", "second"] if "deferred" in operation else ["guarded", "guarded", "first"]),
+            offset=64 * rng.randrange(64),
+            reproducible=operation == "all_reduce" and algorithm != "two_level" and rng.random() < 0.2,
         )
 
     first, other = draw(), draw()
     ranks = [first] * size
-    if chance.random() < 1 / 6:
+    if rng.random() < 1 / 6:
         return ranks
-    kind = chance.choice(["numel", "numel", "numel", "dtype", "op", "root", "place", "offset", "algorithm", "all"])
+    kind = rng.choice(["numel", "numel", "numel", "dtype", "op", "root", "place", "offset", "algorithm", "all"])
     if kind == "all":
         changed = other
     elif kind == "numel":
-        doubled, near = min(2 * first.numel, MOST // size * size), first.numel + size
-        changed = replace(first, numel=chance.choice([other.numel, doubled, near]))
+        doubled, near = min(2 * first.numel, MAX_NUMEL // size * size), first.numel + size
+        changed = replace(first, numel=rng.choice([other.numel, doubled, near]))
     elif kind == "algorithm":
-        algorithm = chance.choice(known(first.operation))
+        algorithm = rng.choice(algorithms_of(first.operation))
         changed = replace(first, algorithm=algorithm, reproducible=first.reproducible and algorithm != "two_level")
     else:
         changed = replace(first, **{kind: getattr(other, kind)})
-    for rank in chance.sample(range(size), chance.randrange(1, size)):
+    for rank in rng.sample(range(size), rng.randrange(1, size)):
         ranks[rank] = changed
     return ranks
 
@@ -159,7 +159,7 @@ class Guarded:
         self.bytes = torch.from_numpy(whole[first : first + nbytes])
         self._rest = (whole[:first], whole[first + nbytes :])
 
-    def outside(self) -> int:
+    def count_changes_outside(self) -> int:
         """Return the number of changed bytes around the buffer."""
         return sum(int(np.count_nonzero(part != _PATTERN)) for part in self._rest)
 
@@ -186,54 +186,54 @@ class Cases:
         for arena in self.arenas.values():
             arena.free()
 
-    def prepare(self, mine: Arguments) -> None:
+    def prepare(self, arguments: Arguments) -> None:
         """Allocate the memory of a case, before any rank begins with it."""
-        item, size = mine.dtype.itemsize, self.comm.size
-        numel = mine.elements(size)
-        at_end = (mine.numel // size) % 2 == 0
+        item, size = arguments.dtype.itemsize, self.comm.size
+        numel = arguments.elements(size)
+        at_end = (arguments.numel // size) % 2 == 0
         whole: Guarded | InArena
-        if mine.place == "guarded":
+        if arguments.place == "guarded":
             whole = Guarded(numel * item, at_end=at_end)
         else:
-            whole = InArena(self.arenas[mine.place], mine.offset, numel * item)
+            whole = InArena(self.arenas[arguments.place], arguments.offset, numel * item)
         block = Guarded(numel // size * item, at_end=not at_end)
         second = Guarded(numel * item, at_end=at_end)
         self._buffers = [whole, block, second]
-        self._tensors = [buffer.bytes.view(mine.dtype).fill_(self.comm.rank + 1) for buffer in self._buffers]
+        self._tensors = [buffer.bytes.view(arguments.dtype).fill_(self.comm.rank + 1) for buffer in self._buffers]
 
-    def perform(self, mine: Arguments) -> None:
-        comm, root = self.comm, mine.root
+    def perform(self, arguments: Arguments) -> None:
+        comm, root = self.comm, arguments.root
         whole, block, second = self._tensors
-        if mine.operation == "all_reduce":
-            comm.all_reduce(whole, mine.op, mine.algorithm, reproducible=mine.reproducible)
-        elif mine.operation == "reduce":
-            comm.reduce(whole, root, mine.op, mine.algorithm)
-        elif mine.operation == "reduce_scatter":
-            comm.reduce_scatter(block, whole, mine.op, mine.algorithm)
-        elif mine.operation == "deferred reduce_scatter":
-            work = comm.deferred_reduce_scatter(block, whole, mine.op)
+        if arguments.operation == "all_reduce":
+            comm.all_reduce(whole, arguments.op, arguments.algorithm, reproducible=arguments.reproducible)
+        elif arguments.operation == "reduce":
+            comm.reduce(whole, root, arguments.op, arguments.algorithm)
+        elif arguments.operation == "reduce_scatter":
+            comm.reduce_scatter(block, whole, arguments.op, arguments.algorithm)
+        elif arguments.operation == "deferred reduce_scatter":
+            work = comm.deferred_reduce_scatter(block, whole, arguments.op)
             if work is not None:
                 work.release()
-        elif mine.operation == "broadcast":
-            comm.broadcast(whole, root, mine.algorithm)
-        elif mine.operation == "all_gather":
-            x = whole[: block.numel()] if mine.algorithm == "shared" and mine.place != "guarded" else block
-            comm.all_gather(second, x, mine.algorithm)
-        elif mine.operation == "gather":
+        elif arguments.operation == "broadcast":
+            comm.broadcast(whole, root, arguments.algorithm)
+        elif arguments.operation == "all_gather":
+            x = whole[: block.numel()] if arguments.algorithm == "shared" and arguments.place != "guarded" else block
+            comm.all_gather(second, x, arguments.algorithm)
+        elif arguments.operation == "gather":
             comm.gather(whole if comm.rank == root else None, block, root)
-        elif mine.operation == "scatter":
+        elif arguments.operation == "scatter":
             comm.scatter(block, whole if comm.rank == root else None, root)
         else:
             comm.all_to_all(second, whole)
 
-    def outside(self) -> int:
+    def count_changes_outside(self) -> int:
         """Return the number of changed bytes outside of this rank's buffers, unused arenas included."""
         arenas = [arena.tensor for arena in self.arenas.values()]
         for buffer in self._buffers:
             if isinstance(buffer, InArena):
                 buffer.bytes.fill_(_PATTERN)
         changed = sum(int(np.count_nonzero(tensor.numpy() != _PATTERN)) for tensor in arenas)
-        return changed + sum(buffer.outside() for buffer in self._buffers if isinstance(buffer, Guarded))
+        return changed + sum(buffer.count_changes_outside() for buffer in self._buffers if isinstance(buffer, Guarded))
 
 
 class States:
@@ -251,7 +251,7 @@ class States:
         mpitrain.init().barrier()
         self._all, self._rank = np.memmap(path, dtype=np.int64, mode="r+", shape=(size, 3)), rank
 
-    def tell(self, number: int, state: int) -> None:
+    def set_state(self, number: int, state: int) -> None:
         self._all[self._rank, 1 + number % 2] = state
         self._all[self._rank, 0] = number
 
@@ -267,49 +267,52 @@ def main(seed: int, first: int, last: int, folder: Path) -> None:
     rank, states = world.rank, States(folder, world.rank, world.size)
     comm = world.split(0)
     assert comm is not None
-    cases, begun = Cases(comm), [0.0]
+    cases, started = Cases(comm), [0.0]
     log = open(folder / f"rank-{rank}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
 
-    def say(number: int, outcome: str) -> None:
-        log.write(json.dumps({"case": number, "rank": rank, "outcome": outcome, "outside": cases.outside()}) + "\n")
+    def log_outcome(number: int, outcome: str) -> None:
+        log.write(
+            json.dumps({"case": number, "rank": rank, "outcome": outcome, "outside": cases.count_changes_outside()})
+            + "\n"
+        )
         log.flush()
 
-    def leave(number: int, outcome: str) -> None:
-        say(number, outcome)
+    def abort_case(number: int, outcome: str) -> None:
+        log_outcome(number, outcome)
         time.sleep(1.0)  # until the others have looked at their memory, too
-        os._exit(LEFT)
+        os._exit(EXIT_CODE)
 
     current = [first, "not ended"]
 
     def watch() -> None:
         while True:
             time.sleep(0.05)
-            if begun[0] and time.monotonic() - begun[0] > _LIMIT:
-                leave(int(current[0]), str(current[1]))
+            if started[0] and time.monotonic() - started[0] > _LIMIT:
+                abort_case(int(current[0]), str(current[1]))
 
     threading.Thread(target=watch, daemon=True).start()
     for number in range(first, last):
-        mine = case(seed, number, world.size)[rank]
-        cases.prepare(mine)
-        states.tell(2 * number + 1, States.RUNNING)
+        arguments = make_case(seed, number, world.size)[rank]
+        cases.prepare(arguments)
+        states.set_state(2 * number + 1, States.RUNNING)
         current[:] = number, "not ended"
-        begun[0] = time.monotonic()
+        started[0] = time.monotonic()
         states.wait(2 * number + 1)
         try:
-            cases.perform(mine)
+            cases.perform(arguments)
             state, current[1] = States.DONE, "done"
         except MpitrainError as error:
             state = States.AGREED if "ranks call different operations" in str(error) else States.ALONE
             current[1] = f"{type(error).__name__}: {error}"
-        states.tell(2 * number + 2, state)
+        states.set_state(2 * number + 2, state)
         ended = states.wait(2 * number + 2)
-        begun[0] = 0.0
-        say(number, str(current[1]))
-        if set(ended) != {States.AGREED} and len(set(case(seed, number, world.size))) > 1:
-            renewed = world.split(0)  # something may lie about in the old one
+        started[0] = 0.0
+        log_outcome(number, str(current[1]))
+        if set(ended) != {States.AGREED} and len(set(make_case(seed, number, world.size))) > 1:
+            renewed = world.split(0)  # the old one may have pending messages
             assert renewed is not None
             cases.comm = renewed
-    os._exit(LEFT)  # what lies about would keep MPI from ending in order
+    os._exit(EXIT_CODE)  # pending messages would keep MPI_Finalize from returning
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pytest
 from support import clean_environment, job, launcher, one_line
 from warm import Warm
 
-from mpitrain.comm.job.cleanup import candidates, held_by_processes, is_among, unused
+from mpitrain.comm.job.cleanup import find_leftovers, find_open_files, find_unused, is_in_use
 
 SHM = Path("/dev/shm")
 CLEAN = ("doctor", "--clean")
@@ -83,8 +83,8 @@ class Job:
 def of_nobody() -> set[str]:
     """Return the files in /dev/shm that no live process has open or mapped."""
     there = list(SHM.iterdir())
-    in_use = held_by_processes()
-    return {path.name for path in there if not is_among(path, in_use)}
+    in_use = find_open_files()
+    return {path.name for path in there if not is_in_use(path, in_use)}
 
 
 def _with_descendants(pid: int) -> list[int]:
@@ -149,7 +149,9 @@ def test_clean_removes_only_leftovers_of_killed_jobs(tmp_path, forked):
             assert all(path.exists() for path in live.files | sessions), blind.stdout
             assert all(map(_runs, live.ranks))
             if sessions:
-                assert re.search(r"may be in use \(\d+\): processes outside of this container are not", blind.stdout)
+                assert re.search(
+                    r"may be in use \(\d+\): processes outside this container are not visible", blind.stdout
+                )
             assert not any(path.exists() for path in left - sessions)  # of segments the kernel knows, everywhere
             left = {path for path in left if path.exists()} | _new_segment()
 
@@ -162,7 +164,7 @@ def test_clean_removes_only_leftovers_of_killed_jobs(tmp_path, forked):
         assert all(map(_runs, live.ranks))
         listed = re.findall(r"^ *(\d+\.\d\d) MiB  (\S+)$", result.stdout, re.MULTILINE)
         assert left <= {Path(path) for _, path in listed} and not live.files & {Path(path) for _, path in listed}
-        total = re.search(r"removed (\d+) of dead jobs, (\d+\.\d\d) MiB", result.stdout)
+        total = re.search(r"removed (\d+) files and folders of dead jobs, (\d+\.\d\d) MiB", result.stdout)
         assert int(total[1]) == len(listed)
         assert float(total[2]) == pytest.approx(sum(float(size) for size, _ in listed), abs=0.01 * len(listed))
 
@@ -208,7 +210,7 @@ def test_clean_removes_only_files_of_this_user_with_library_names(tmp_path, fork
         assert [path.exists() for path in removed] == [False] * len(removed)
         assert [path.exists() for path in remaining] == [True] * len(remaining)
         if SEES_ALL:
-            assert "in use (1): they are of the host another-host; run it there" in result.stdout
+            assert "in use (1): they belong to host another-host; run the command there" in result.stdout
     finally:
         for path in (*mine, not_the_librarys[0], open_one, *others):
             path.unlink(missing_ok=True)
@@ -222,12 +224,12 @@ def test_clean_keeps_session_folders_that_other_hosts_may_use(tmp_path):
         pytest.skip(f"no file system to mount: {mounted.stderr!r}")
     try:
         (tmp_path / "ompi.4194305").mkdir()
-        [candidate] = candidates([tmp_path])
-        assert "(hugetlbfs) may be shared by other hosts" in candidate.unseen and not unused([candidate])
+        [candidate] = find_leftovers([tmp_path])
+        assert "(hugetlbfs) may be shared by other hosts" in candidate.skip_reason and not find_unused([candidate])
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_doctor_refuses_unknown_arguments(forked):
     result = forked.run(*CLEAN, "--all")
-    one_line(result, "mpitrain.doctor has no --all")
+    one_line(result, "mpitrain.doctor has no option --all")

@@ -21,10 +21,10 @@ from mpitrain.comm.selection import (
     Setting,
     Tuning,
     describe_rules,
-    keep_tuning,
     load_tuning,
     rules_from,
     rules_key,
+    save_tuning,
     table_path,
 )
 from mpitrain.measuring.check import _all_reduce, check_case
@@ -167,8 +167,8 @@ def test_a_stored_table_is_loaded_and_extended(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert load_tuning("x").origin == "built-in"
     first, second = ((1 << 62, "ring"),), ((100, "mpi"), (1 << 62, "tree"))
-    assert keep_tuning("x", {rules_key("all_reduce", "node", 2): first}, "one") == table_path("x")
-    keep_tuning("x", {rules_key("all_reduce", "node", 4): second}, "two")
+    assert save_tuning("x", {rules_key("all_reduce", "node", 2): first}, "one") == table_path("x")
+    save_tuning("x", {rules_key("all_reduce", "node", 4): second}, "two")
     table = load_tuning("x")
     assert table.origin == "two"
     assert chosen(table, 2, 5) == "ring" and chosen(table, 4, 500) == "tree"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpitrain.comm.programs.program import Machine, simulate
-from mpitrain.comm.selection import Setting, serving
+from mpitrain.comm.selection import Setting, select_program
 from mpitrain.parallel.places import Group
 from mpitrain.planner.collectives import CollectiveTimes
 
@@ -18,7 +18,7 @@ def test_a_power_of_two_is_simulated_itself(operation: str, nodes: tuple[int, ..
     nbytes = 1 << 25
     block = nbytes // len(nodes) // 4 * 4
     setting = Setting(block * len(nodes), block * len(nodes) // 4, nodes, "arena", block=block)
-    _, program = serving(operation, setting)
+    _, program = select_program(operation, setting)
     seconds = CollectiveTimes(LINKS).seconds(operation, nbytes, Group(nodes))
     if program is not None:
         assert seconds == pytest.approx(simulate(program, [nbytes / program.chunks] * program.chunks, LINKS))
@@ -56,7 +56,7 @@ def test_long_rings_are_extrapolated_truly() -> None:
     nodes = tuple(n for n in range(48) for _ in range(2))
     nbytes = 1 << 27
     setting = Setting(nbytes // 96 // 4 * 4 * 96, 1, nodes, "arena", block=nbytes // 96 // 4 * 4)
-    name, program = serving("all_reduce", setting)
+    name, program = select_program("all_reduce", setting)
     assert name == "two_level"
     assert program is not None
     whole = simulate(program, [nbytes / program.chunks] * program.chunks, LINKS)

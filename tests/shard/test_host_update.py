@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mpitrain.comm.memory.device import pinned
+from mpitrain.comm.memory.device import empty_pinned
 from mpitrain.shard.flat_parameters import FlatParameter
 from mpitrain.shard.offload import HostUpdate
 
@@ -16,7 +16,7 @@ from mpitrain.shard.offload import HostUpdate
 def test_both_ways_come_after_what_the_device_was_asked_before(device, dtype):
     stored = torch.zeros(8, dtype=dtype, device=device)
     gradient = torch.zeros(8, dtype=dtype, device=device)
-    value = nn.Parameter(pinned((8,), torch.float32, device).zero_())
+    value = nn.Parameter(empty_pinned((8,), torch.float32, device).zero_())
     flat_parameter = FlatParameter(value, stored, lambda: gradient, ((stored, 0, 8, 0),), 0, True, bucket=0)
     last = [True]
     host = HostUpdate([flat_parameter], device, lambda: last[0])

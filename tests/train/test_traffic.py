@@ -1,4 +1,4 @@
-"""The traffic that the journal counts in real training agrees with the formulas, for each axis and ZeRO stage."""
+"""The traffic counted in real training agrees with the formulas, for each axis and ZeRO stage."""
 
 from __future__ import annotations
 

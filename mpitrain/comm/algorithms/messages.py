@@ -390,8 +390,8 @@ class _Fold:
     Attributes:
         parts: Number of ranks that take part: the largest power of two that is not above the number of ranks.
         extra: Number of ranks that do not take part.
-        gives: True for a rank that hands its data to the rank before it and does not take part.
-        takes: True for a rank that receives the data of the rank after it.
+        sends: True for a rank that hands its data to the rank before it and does not take part.
+        receives: True for a rank that receives the data of the rank after it.
         active: True for a rank that takes part.
         place: Number of the rank among those that take part.
         rounds: log2 of `parts`.
@@ -402,9 +402,9 @@ class _Fold:
         self.parts = 1 << size.bit_length() - 1
         self.extra = size - self.parts
         folded = rank < 2 * self.extra
-        self.gives = folded & (rank % 2 == 1)
-        self.takes = folded & (rank % 2 == 0)
-        self.active = ~np.asarray(self.gives)
+        self.sends = folded & (rank % 2 == 1)
+        self.receives = folded & (rank % 2 == 0)
+        self.active = ~np.asarray(self.sends)
         self.place = np.where(folded, rank // 2, rank - self.extra)
         self.rounds = self.parts.bit_length() - 1
         self.rank = rank
@@ -428,23 +428,23 @@ class _Fold:
         """
         return Span(self.first_block(place), self.first_block(place + places))
 
-    def hand_over(self, given: Span, *, reduce: bool) -> Iterator[Step]:
+    def hand_over(self, span: Span, *, reduce: bool) -> Iterator[Step]:
         """Yield the step in which each rank that does not take part sends its data to the rank before it.
 
         Args:
-            given: Span that is sent.
+            span: Span that is sent.
             reduce: If true, the receiver adds the values to its own; otherwise they replace its own.
         """
         if self.extra:
-            to = np.where(self.gives, self.rank - 1, NONE)
-            source = np.where(self.takes, self.rank + 1, NONE)
-            yield Exchange(to, given, source, given, reduce)
+            to = np.where(self.sends, self.rank - 1, NONE)
+            source = np.where(self.receives, self.rank + 1, NONE)
+            yield Exchange(to, span, source, span, reduce)
 
     def hand_back(self, returned: Span) -> Iterator[Step]:
         """Yield the step in which each rank that does not take part receives `returned` from the rank before it."""
         if self.extra:
-            to = np.where(self.takes, self.rank + 1, NONE)
-            source = np.where(self.gives, self.rank - 1, NONE)
+            to = np.where(self.receives, self.rank + 1, NONE)
+            source = np.where(self.sends, self.rank - 1, NONE)
             yield Exchange(to, returned, source, returned)
 
 
@@ -474,21 +474,25 @@ def halving_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] = ()
             half = blocks >> k + 1
             bit = fold.place >> k & 1
             kept_low, sent_low = lows[-1] + bit * half, lows[-1] + (1 - bit) * half
-            yield from _pieces(fold.partner(1 << k), sent_low, kept_low, half, segments, reduce=True)
+            yield from _exchange_in_segments(fold.partner(1 << k), sent_low, kept_low, half, segments, reduce=True)
             lows.append(kept_low)
         yield Finish(Span(lows[-1] * segments, (lows[-1] + fold.active) * segments))
         for k in reversed(range(fold.rounds)):
             half = blocks >> k + 1
             bit = fold.place >> k & 1
             reduced_low, missing_low = lows[k] + bit * half, lows[k] + (1 - bit) * half
-            yield from _pieces(fold.partner(1 << k), reduced_low, missing_low, half, segments, reduce=False)
+            yield from _exchange_in_segments(
+                fold.partner(1 << k), reduced_low, missing_low, half, segments, reduce=False
+            )
         yield from fold.hand_back(everything)
 
     goal = all_reduce_of(size, blocks)
     return Program("halving all_reduce", size, goal, steps, nodes, blocks=blocks, segments=segments)
 
 
-def _pieces(peer: Ints, sent: Ints, received: Ints, blocks: int, segments: int, *, reduce: bool) -> Iterator[Step]:
+def _exchange_in_segments(
+    peer: Ints, sent: Ints, received: Ints, blocks: int, segments: int, *, reduce: bool
+) -> Iterator[Step]:
     """Yield one exchange of `blocks` blocks with `peer`, cut into `segments` messages."""
     for s in range(segments):
         lo, hi = blocks * s, blocks * (s + 1)

@@ -87,7 +87,7 @@ def shared_all_reduce(size: int, segments: int = 1, *, tree: bool = False) -> Pr
     return Program("shared all_reduce", size, all_reduce_of(size, size), steps, blocks=size, segments=segments)
 
 
-def _own_block(rank: Ints, size: int, segments: int, tree: bool) -> Iterator[Step]:
+def _reduce_block(rank: Ints, size: int, segments: int, tree: bool) -> Iterator[Step]:
     """Yield the steps that sum this rank's block over all vectors."""
     for s in range(segments):
         yield _combine(rank, size, rank * segments + s, tree)
@@ -106,7 +106,7 @@ def shared_reduce_scatter(size: int, segments: int = 1, *, tree: bool = False) -
 
     def steps(rank: Ints) -> Iterator[Step]:
         yield Fence()
-        yield from _own_block(rank, size, segments, tree)
+        yield from _reduce_block(rank, size, segments, tree)
         yield Fence()
 
     return Program("shared reduce_scatter", size, reduce_scatter_of(size), steps, blocks=size, segments=segments)
@@ -129,7 +129,7 @@ def deferred_reduce_scatter(size: int, segments: int = 1) -> Program:
     def steps(rank: Ints) -> Iterator[Step]:
         yield Signal(COMPLETE)
         yield Await(COMPLETE)
-        yield from _own_block(rank, size, segments, False)
+        yield from _reduce_block(rank, size, segments, False)
         yield Signal(READ)
         yield Await(READ)
 
@@ -299,8 +299,8 @@ class Places:
     Attributes:
         node: Node number of each rank; nodes are numbered in the order in which they first appear.
         nodes: Number of nodes.
-        most, least: Number of ranks on the fullest and on the emptiest node.
-        members: Ranks of each node by local rank, shape (nodes, most); NONE where a node has fewer ranks.
+        max_ranks, min_ranks: Number of ranks on the fullest and on the emptiest node.
+        members: Ranks of each node by local rank, shape (nodes, max_ranks); NONE where a node has fewer ranks.
         local: Local rank of each rank.
         count: Number of ranks on the node of each rank.
     """
@@ -310,8 +310,8 @@ class Places:
         self.node = np.array([numbers[node] for node in nodes])
         self.nodes = len(numbers)
         counts = np.bincount(self.node, minlength=self.nodes)
-        self.most, self.least = int(counts.max()), int(counts.min())
-        self.members = np.full((self.nodes, self.most), NONE)
+        self.max_ranks, self.min_ranks = int(counts.max()), int(counts.min())
+        self.members = np.full((self.nodes, self.max_ranks), NONE)
         self.local = np.zeros(len(nodes), dtype=int)
         for rank, node in enumerate(self.node):
             self.local[rank] = np.count_nonzero(self.node[:rank] == node)
@@ -360,7 +360,7 @@ class _Slices:
     @cached_property
     def carries(self) -> Ints:
         """True for a rank that communicates a slice; a node may have more ranks than there are slices."""
-        return self.places.local[self.rank] < self.places.least
+        return self.places.local[self.rank] < self.places.min_ranks
 
     @cached_property
     def base(self) -> Ints:
@@ -382,10 +382,10 @@ class _Slices:
         first = (self.base + part) * self.segments + s
         return Span(first, np.where(self.carries, first + 1, first))
 
-    def peer(self, of_node: Ints) -> Ints:
+    def peer(self, node: Ints) -> Ints:
         """Return the rank of a node that communicates the same slice as this rank."""
         local = np.where(self.carries, self.places.local[self.rank], 0)
-        return np.where(self.carries, self.places.members[of_node, local], NONE)
+        return np.where(self.carries, self.places.members[node, local], NONE)
 
     def combine(self, part: Ints, s: int) -> Step:
         """Return the step that sums a chunk over the ranks of the node.
@@ -394,7 +394,7 @@ class _Slices:
             part: Number of the part.
             s: Number of the chunk in the part.
         """
-        places, rank, span, order = self.places, self.rank, self.chunk(part, s), range(self.places.most)
+        places, rank, span, order = self.places, self.rank, self.chunk(part, s), range(self.places.max_ranks)
         if self.tree:
             members = places.members
             owners = [np.where(t < places.count[rank], members[self.node, t], NONE) for t in order]
@@ -409,17 +409,17 @@ class _Slices:
             part: Number of the part.
             s: Number of the chunk in the part.
         """
-        for t in range(1, self.places.most):
+        for t in range(1, self.places.max_ranks):
             to = np.where(self.carries, self.places.neighbour(self.rank, t), NONE)
             yield Copy(to, self.chunk(part, s), self.rank, self.chunk(part, s))
 
-    def on_ring(self, step: Exchange) -> Exchange:
+    def translate_ring_step(self, step: Exchange) -> Exchange:
         """Translate a ring step between node numbers into a step between ranks, on chunks of this rank's slice."""
         offset = self.base * self.segments
         send, recv = (Span(span.lo + offset, span.hi + offset) for span in (step.send, step.recv))
         return Exchange(self.peer(step.to), send, self.peer(step.source), recv, step.reduce)
 
-    def round_the_ring(self) -> Iterator[Step]:
+    def ring_steps(self) -> Iterator[Step]:
         """Yield the steps that pass partial sums, then results, from node to node along a ring."""
         node, parts, segments = self.node, self.parts, self.segments
         # sum each part over the node just before the ring needs it, so that summing overlaps sending
@@ -431,15 +431,15 @@ class _Slices:
             if t % segments == 0:
                 yield from (self.combine((node - t // segments - 2) % parts, s) for s in range(segments))
             assert isinstance(step, Exchange)
-            yield self.on_ring(step)
+            yield self.translate_ring_step(step)
         for s in range(segments):
             yield from self.publish(node, s)
         for t, step in enumerate(messages.ring_all_gather_steps(node, parts, segments)):
             assert isinstance(step, Exchange)
-            yield self.on_ring(step)
+            yield self.translate_ring_step(step)
             yield from self.publish((node - t // segments - 1) % parts, t % segments)
 
-    def straight(self) -> Iterator[Step]:
+    def direct_steps(self) -> Iterator[Step]:
         """Yield the steps that send each part directly to the node that sums it, and its sum directly to all nodes."""
         yield from self.sum_directly(0)
         for s in range(self.segments):
@@ -483,12 +483,12 @@ def two_level_all_reduce(
         tree: If true, sum over the ranks of a node in the order of a fixed binary tree.
     """
     places = Places(nodes)
-    blocks = places.least * places.nodes
+    blocks = places.min_ranks * places.nodes
 
     def steps(rank: Ints) -> Iterator[Step]:
         slices = _Slices(places, rank, segments, tree)
         yield Fence()
-        yield from slices.straight() if direct and places.nodes > 1 else slices.round_the_ring()
+        yield from slices.direct_steps() if direct and places.nodes > 1 else slices.ring_steps()
         yield Fence()
 
     goal = all_reduce_of(len(nodes), blocks)

@@ -19,14 +19,14 @@ import torch
 
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology
-from mpitrain.comm.job.traffic import Moved, blocks_sent, even_shares
+from mpitrain.comm.job.traffic import Volume, blocks_sent, even_shares
 from mpitrain.comm.memory.arena import Arena, ArenaIndex, allocate
 from mpitrain.comm.memory.buffers import tensor_at
 from mpitrain.comm.memory.device import synchronize
 from mpitrain.comm.programs.program import Program, chunk_bounds, even_bounds
 from mpitrain.comm.programs.verify import Proofs
 from mpitrain.comm.runtime import agreement, executor
-from mpitrain.comm.runtime.agreement import LINE, ROW, Board, Call, Register, Signature, described
+from mpitrain.comm.runtime.agreement import LINE, ROW, Board, Call, Register, Signature, describe_call
 from mpitrain.comm.runtime.compiling import Plan
 from mpitrain.comm.runtime.executor import Compiled, Layout, Reduction
 from mpitrain.comm.runtime.remote import Neighbours, probe
@@ -42,7 +42,7 @@ _CPU = torch.device("cpu")
 
 T = TypeVar("T")
 
-_KEPT = 512  # largest number of entries in a cache
+_MAX_ENTRIES = 512  # largest number of entries in a cache
 
 Ready = Callable[[torch.Tensor | None], object]
 
@@ -67,8 +67,8 @@ class BoundCache:
         self.ready: dict[Hashable, Ready] = {}
         self.bound: OrderedDict[Hashable, Compiled] = OrderedDict()
         self.plans: OrderedDict[Hashable, tuple[Program, Plan]] = OrderedDict()
-        self._ends: dict[Hashable, list[weakref.ref[torch.UntypedStorage]]] = {}  # for the keys of `bound`
-        self._ended: list[Compiled] = []  # programs whose tensors were freed; the binder's thread releases them
+        self._references: dict[Hashable, list[weakref.ref[torch.UntypedStorage]]] = {}  # for the keys of `bound`
+        self._expired: list[Compiled] = []  # programs whose tensors were freed; the binder's thread releases them
         self._arenas = arenas
         self._generation = arenas.generation  # the generation in which the entries were bound
         arenas.changed.add(self.forget_ready)  # a ready function would not look at the arenas again
@@ -80,8 +80,8 @@ class BoundCache:
         """
         if self._generation != self._arenas.generation:
             self.drop_all()
-        while self._ended:
-            self._ended.pop().free()
+        while self._expired:
+            self._expired.pop().free()
         return self.bound.get(key)
 
     def keep(self, key: Hashable, compiled: Compiled, tensors: Sequence[torch.Tensor]) -> None:
@@ -89,23 +89,23 @@ class BoundCache:
         self.bound[key] = compiled
         self._generation = self._arenas.generation  # binding may have made the staging arena
         storages = [tensor.untyped_storage() for tensor in tensors]  # torch's own are resizable
-        ends = [weakref.ref(storage, partial(self._end, key)) for storage in storages if storage.resizable()]
-        if ends:
-            self._ends[key] = ends
-        if len(self.bound) > _KEPT:
+        references = [weakref.ref(storage, partial(self._expire, key)) for storage in storages if storage.resizable()]
+        if references:
+            self._references[key] = references
+        if len(self.bound) > _MAX_ENTRIES:
             oldest, dropped = self.bound.popitem(last=False)
             self.ready.pop(oldest, None)
-            self._ends.pop(oldest, None)
+            self._references.pop(oldest, None)
             dropped.free()
 
     def drop_all(self) -> None:
         """Drop and release all entries."""
         bound, self.bound = self.bound, OrderedDict()
         self.ready.clear()
-        self._ends.clear()
-        for compiled in (*bound.values(), *self._ended):
+        self._references.clear()
+        for compiled in (*bound.values(), *self._expired):
             compiled.free()
-        self._ended.clear()
+        self._expired.clear()
         self.plans.clear()
         self._generation = self._arenas.generation
 
@@ -113,22 +113,22 @@ class BoundCache:
         """Clear `ready`; called in whichever thread makes or frees an arena."""
         self.ready.clear()
 
-    def _end(self, key: Hashable, _: object) -> None:
+    def _expire(self, key: Hashable, _: object) -> None:
         """Drop a program whose tensors were freed; called in whichever thread freed them."""
-        self._ends.pop(key, None)
+        self._references.pop(key, None)
         self.ready.pop(key, None)
         compiled = self.bound.pop(key, None)
         if compiled is not None and compiled.has_requests:
-            self._ended.append(compiled)
+            self._expired.append(compiled)
 
 
-def cached(among: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
+def get_or_make(cache: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
     """Return the value cached under the key, made on first use; the oldest value is dropped if there are too many."""
-    value = among.get(key)
+    value = cache.get(key)
     if value is None:
-        value = among[key] = make()
-        if len(among) > _KEPT:
-            among.popitem(last=False)
+        value = cache[key] = make()
+        if len(cache) > _MAX_ENTRIES:
+            cache.popitem(last=False)
     return value
 
 
@@ -166,12 +166,12 @@ class Binder:
         self._register: Register | None = None
         self._signatures: OrderedDict[Hashable, Signature] = OrderedDict()
         self._neighbours: Neighbours | None = None
-        self.moved: list[Moved] | None = None  # traffic of what `run` performed, while somebody counts
+        self.volume: list[Volume] | None = None  # traffic of what `run` performed, while somebody counts
 
     def run(self, operation: Call) -> None:
         """Perform a bound operation, or a part of one, and count the bytes it moves."""
-        if self.moved is not None and isinstance(operation, Compiled):
-            self.moved.append(operation.moved)
+        if self.volume is not None and isinstance(operation, Compiled):
+            self.volume.append(operation.volume)
         operation()
 
     def free(self) -> None:
@@ -183,13 +183,13 @@ class Binder:
         self._staging = self._board = self._rows = self._register = None
         self._signatures.clear()
 
-    def bound(
+    def bind_cached(
         self,
         key: Hashable,
         bind: Callable[[], Compiled],
         *tensors: torch.Tensor | None,
-        said: Callable[[], str] | None = None,
-        together: bool = True,
+        describe: Callable[[], str] | None = None,
+        synchronizes: bool = True,
     ) -> Compiled:
         """Return the program cached under the key; bind it first if needed.
 
@@ -197,16 +197,16 @@ class Binder:
             key: Key of the program in the cache.
             bind: Binds the program.
             tensors: Tensors whose memory it uses; the program is kept for as long as that memory.
-            said: Describes the operation and its arguments, for `signed`; None for a part of another operation.
-            together: If true, no rank with elements can complete the operation before all have begun it.
+            describe: Describes the operation and its arguments; None for a part of another operation.
+            synchronizes: If true, no rank with elements can complete the operation before all have begun it.
         """
         compiled = self.cache.find(key)
         if compiled is None:
             compiled = bind()
             present = [tensor for tensor in tensors if tensor is not None]
-            if said is not None and self.nodes_shared:
+            if describe is not None and self.nodes_shared:
                 elements = any(tensor.numel() for tensor in present)
-                compiled = self.signed(said(), compiled, together=together and elements)
+                compiled = self.with_signature(describe(), compiled, synchronizes=synchronizes and elements)
             self.cache.keep(key, compiled, present)
         return compiled
 
@@ -223,13 +223,13 @@ class Binder:
         make, proofs = algorithm.program, self.proofs
         assert make is not None
 
-        def proved() -> Program:
+        def make_proved() -> Program:
             program = make(setting)
             if proofs is not None:
-                proofs.require(program)
+                proofs.prove(program)
             return program
 
-        return cached(self._programs, (make, setting), proved)
+        return get_or_make(self._programs, (make, setting), make_proved)
 
     # -- location of the data
 
@@ -268,7 +268,7 @@ class Binder:
             )
         return arena, neighbours
 
-    def place(self, x: torch.Tensor) -> str:
+    def describe_place(self, x: torch.Tensor) -> str:
         """Describe the place of x in its arena, which must be equal on all ranks of the node; "" outside an arena."""
         arena = self.arena_of(x)
         return f"byte {x.data_ptr() - arena.start} of arena {arena.name}" if arena is not None else ""
@@ -296,16 +296,16 @@ class Binder:
             if self._rows.shared:
                 self._neighbours = probe(self.comm, self.node, self.topology.neighbours, self._rows)
                 words = self.peers(self._board.tensor[end:], self._board)
-                self._register = Register(self.topology.neighbours, self.topology.rank, words, syncs(self._board))
+                self._register = Register(self.topology.neighbours, self.topology.rank, words, sync_calls(self._board))
         return self._rows
 
-    def signed(self, said: str, compiled: Compiled, *, together: bool = True) -> Compiled:
+    def with_signature(self, description: str, compiled: Compiled, *, synchronizes: bool = True) -> Compiled:
         """Return the operation preceded by this rank's signature (see `Register`). The first call is collective.
 
         Args:
-            said: The operation and its arguments, in words.
+            description: The operation and its arguments, in words.
             compiled: The operation.
-            together: If true, no rank can complete it before all have begun it.
+            synchronizes: If true, no rank can complete it before all have begun it.
         """
         if not self.nodes_shared:
             return compiled
@@ -313,8 +313,8 @@ class Binder:
         if self._register is None or self.node.size == 1:
             return compiled
         meets = compiled.meets
-        make = partial(self._register.signature, said, meets=meets, together=together)
-        return compiled.after(cached(self._signatures, (said, meets, together), make))
+        make = partial(self._register.signature, description, meets=meets, synchronizing=synchronizes)
+        return compiled.after(get_or_make(self._signatures, (description, meets, synchronizes), make))
 
     def staging(self) -> Arena | None:
         """Return shared memory of WINDOW bytes per rank, for data outside arenas; None if memory cannot be shared.
@@ -334,7 +334,7 @@ class Binder:
 
     # -- binding
 
-    def in_place(
+    def layout_in_place(
         self, program: Program, x: torch.Tensor, neighbours: Neighbours | None = None, bounds: Sequence[int] = ()
     ) -> Layout:
         """Return a layout in which x is the program's WORK, read and written in place.
@@ -355,12 +355,12 @@ class Binder:
             x.data_ptr(),
             peers=self.peers(x, arena) if arena is not None else None,
             neighbours=neighbours,
-            seen=x.data_ptr(),
+            exposed_address=x.data_ptr(),
             slots=(lambda rank: staging.segments[world[rank]]) if staging is not None else None,
-            inbox_bounds=self._cells(program, bounds),
+            inbox_bounds=self._inbox_bounds(program, bounds),
         )
 
-    def _cells(self, program: Program, bounds: Sequence[int]) -> Sequence[int]:
+    def _inbox_bounds(self, program: Program, bounds: Sequence[int]) -> Sequence[int]:
         """Return the inbox bounds for one contribution per rank to this rank's block; () if there is no such inbox."""
         if not program.inbox or program.segments > 1 or program.blocks != self.topology.size:
             return ()
@@ -374,7 +374,7 @@ class Binder:
         reduction: Reduction | None = None,
         arena: Arena | None = None,
         *,
-        said: str = "",
+        description: str = "",
     ) -> Compiled:
         """Compile a program and bind it to a layout.
 
@@ -382,12 +382,12 @@ class Binder:
             program, layout: The program, and the addresses and sizes of its memory.
             reduction: Arithmetic of the program; None if it combines nothing.
             arena: Arena whose memory the ranks access in each other; by default the memory of this binder.
-            said: The operation and its arguments, which must be equal on ranks that access each other's memory.
+            description: The operation and its arguments, which must be equal on ranks that access each other's memory.
         """
         if program.compares and self.nodes_shared:
             board = self.board()
-            description = f"{said}, {program.name.split()[0]}", f"{program.blocks} x {program.segments}"
-            layout = replace(layout, board=board if self.node.size > 1 else None, said=description)
+            row = f"{description}, {program.name.split()[0]}", f"{program.blocks} x {program.segments}"
+            layout = replace(layout, board=board if self.node.size > 1 else None, descriptions=row)
         return self.plan(program, layout, reduction, arena).bind(layout)
 
     def plan(self, program: Program, layout: Layout, reduction: Reduction | None, arena: Arena | None) -> Plan:
@@ -397,17 +397,17 @@ class Binder:
         key = id(program), layout.shape, reduces, id(owner)
 
         def make() -> tuple[Program, Plan]:  # keeps the program, so that its id is not reused
-            return program, Plan(program, self.comm, layout, reduction, self.node.Barrier, syncs(owner))
+            return program, Plan(program, self.comm, layout, reduction, self.node.Barrier, sync_calls(owner))
 
-        return cached(self.cache.plans, key, make)[1]
+        return get_or_make(self.cache.plans, key, make)[1]
 
-    def widened(self, x: torch.Tensor, bind: Callable[[torch.Tensor], Compiled], *, back: bool = True) -> Compiled:
+    def bind_widened(self, x: torch.Tensor, bind: Callable[[torch.Tensor], Compiled], *, back: bool = True) -> Compiled:
         """Bind an operation on a 16-bit x to an fp32 copy; the result is rounded once and, if `back`, copied into x."""
         wide = torch.empty(x.numel(), dtype=torch.float32)
         inner = bind(wide)
-        return Compiled([copying(wide, x), inner, *([copying(x, wide)] if back else [])], [inner, wide])
+        return Compiled([make_copy(wide, x), inner, *([make_copy(x, wide)] if back else [])], [inner, wide])
 
-    def through_staging(self, x: torch.Tensor, bind: Callable[[torch.Tensor], Compiled]) -> Compiled:
+    def bind_through_staging(self, x: torch.Tensor, bind: Callable[[torch.Tensor], Compiled]) -> Compiled:
         """Bind an in-place operation on a vector outside an arena; it passes through the staging memory in windows."""
         stage = self.staging()
         assert stage is not None
@@ -418,12 +418,12 @@ class Binder:
             piece = whole[lo : lo + numel]
             staged = stage.tensor[: piece.numel() * x.element_size()].view(x.dtype)
             inner = bind(staged)
-            calls += [copying(staged, piece), inner, copying(piece, staged)]
+            calls += [make_copy(staged, piece), inner, make_copy(piece, staged)]
             inners.append(inner)
         return Compiled(calls, inners)
 
 
-def syncs(arena: Arena | None) -> list[Call]:
+def sync_calls(arena: Arena | None) -> list[Call]:
     """Return the calls that make writes in the arena visible; they go before and after a rank meets the others."""
     if arena is not None and arena.mapped is not None:
         return [partial(synchronize, arena.tensor.device)]
@@ -435,14 +435,14 @@ def at_address(x: torch.Tensor) -> torch.Tensor:
     return tensor_at(x.data_ptr(), x.numel(), x.dtype)
 
 
-def copying(into: torch.Tensor, of: torch.Tensor) -> Call:
+def make_copy(into: torch.Tensor, source: torch.Tensor) -> Call:
     """Return a call that copies between the addresses of two tensors, and converts the dtype if they differ."""
-    return executor.copying(at_address(into), at_address(of))
+    return executor.make_copy(at_address(into), at_address(source))
 
 
-def scaling(x: torch.Tensor, reduction: Reduction) -> list[Call]:
+def make_scaling(x: torch.Tensor, reduction: Reduction) -> list[Call]:
     """Return the calls that divide the library's sum at x's address, for an average."""
-    return executor.scaling(at_address(x), reduction.scale)
+    return executor.make_scaling(at_address(x), reduction.scale)
 
 
 def offsets(counts: Sequence[int]) -> list[int]:
@@ -450,7 +450,7 @@ def offsets(counts: Sequence[int]) -> list[int]:
     return list(accumulate(counts, initial=0))
 
 
-def moved_by_library(topology: Topology, operation: str, blocks: Sequence[int] | int, root: int = 0) -> Moved:
+def library_volume(topology: Topology, operation: str, blocks: Sequence[int] | int, root: int = 0) -> Volume:
     """Return the bytes that the MPI library moves on this rank, as far as they can be known; see `blocks_sent`.
 
     Args:
@@ -464,7 +464,7 @@ def moved_by_library(topology: Topology, operation: str, blocks: Sequence[int] |
     for other, nbytes in blocks_sent(operation, topology.rank, shares, root):
         here = topology.nodes[other] == topology.nodes[topology.rank]
         inside, between = inside + nbytes * here, between + nbytes * (not here)
-    return Moved("mpi", inside, between)
+    return Volume("mpi", inside, between)
 
 
 Tensors = Sequence["torch.Tensor | None"]
@@ -479,13 +479,13 @@ class Invocation(NamedTuple):
         tensors: Tensors of the call; the first has the operation's size.
         written: For each tensor, True if the operation changes it.
         key: Key under which the binder caches the bound call; None if it is not cached.
-        alike: Other values that must be equal on all ranks; dtype, and size unless `uneven`, are compared in any case.
+        compared_values: Other values that must be equal on all ranks; dtype, and size unless `uneven`, always must.
         uneven: True if sizes may differ between ranks.
         placed: Tensor that other ranks find at the same offset in the arena.
-        operation, given: The operation and its non-tensor arguments; None if there is only `bind`.
+        operation, arguments: The operation and its non-tensor arguments; None if there is only `bind`.
         on_device: True if `bind` accepts tensors on a device.
-        counts: True if the journal counts the call; otherwise the caller enters it.
-        algorithm: Algorithm name in the journal, where the parts of the operation do not give it.
+        counts: True if the traffic counters count the call; otherwise the caller adds it.
+        algorithm: Algorithm name in the traffic counters, where the parts of the operation do not give it.
     """
 
     name: str
@@ -493,11 +493,11 @@ class Invocation(NamedTuple):
     tensors: Tensors = ()
     written: Sequence[bool] = ()
     key: Hashable = None
-    alike: object = None
+    compared_values: object = None
     uneven: bool = False
     placed: torch.Tensor | None = None
     operation: CollectiveOperation | None = None
-    given: Sequence[Any] = ()
+    arguments: Sequence[Any] = ()
     on_device: bool = False
     counts: bool = True
     algorithm: str = ""
@@ -521,7 +521,7 @@ class CollectiveOperation:
         parameters: Names of the arguments that are not tensors.
         by_rank: For each tensor, True if it has one block per rank, False if it is a single block. Empty if the
             operation has one tensor that must not be cut into pieces.
-        together: True if no rank with elements can complete a call before all have begun it.
+        synchronizes: True if no rank with elements can complete a call before all have begun it.
         in_place: True if a tensor that is changed is also read.
         placed: Returns the tensor that other ranks find at the same offset in the arena, given the rank and the
             arguments.
@@ -531,7 +531,7 @@ class CollectiveOperation:
     bind: Callable[..., Compiled]
     parameters: tuple[str, ...] = ()
     by_rank: tuple[bool, ...] = ()
-    together: bool = True
+    synchronizes: bool = True
     in_place: bool = False
     placed: Callable[..., torch.Tensor | None] | None = None
 
@@ -540,15 +540,15 @@ class CollectiveOperation:
         """Number of tensor arguments."""
         return len(self.by_rank) or 1
 
-    def said(self, binder: Binder, *given: Any, place: str = "") -> str:
+    def describe(self, binder: Binder, *arguments: Any, place: str = "") -> str:
         """Describe a call in words that must be the same on the ranks of a node.
 
         Args:
             binder: Binder of the ranks.
-            given: Tensors and other arguments of the operation.
+            arguments: Tensors and other arguments of the operation.
             place: Place in an arena of the tensor that other ranks access; "" if there is none.
         """
-        first, rest = given[0], given[self.tensors :]
+        first, rest = arguments[0], arguments[self.tensors :]
         root, counts = self.value(rest, "root"), self.value(rest, "counts")
         name = self.name
         if root is not None:
@@ -556,22 +556,22 @@ class CollectiveOperation:
         numel = first.numel() * (binder.topology.size if self.by_rank == (False, True) else 1)  # of all blocks
         reproducible = "reproducible" * self.value(rest, "reproducible", False)
         blocks = f"in blocks of {list(counts)}" if counts and min(counts) != max(counts) else ""
-        return described(name, numel, first.dtype, self.value(rest, "op", ""), reproducible, place, blocks)
+        return describe_call(name, numel, first.dtype, self.value(rest, "op", ""), reproducible, place, blocks)
 
-    def key(self, *given: Any) -> tuple[Hashable, ...]:
+    def key(self, *arguments: Any) -> tuple[Hashable, ...]:
         """Return the cache key of a call; the operation's public function looks up the same key in `ready`."""
-        first, rest = given[0], given[self.tensors :]
-        others = (None if x is None else (x.data_ptr(), x.numel(), x.dtype) for x in given[1 : self.tensors])
+        first, rest = arguments[0], arguments[self.tensors :]
+        others = (None if x is None else (x.data_ptr(), x.numel(), x.dtype) for x in arguments[1 : self.tensors])
         return (self.name, first.data_ptr(), first.numel(), first.dtype, *others, *rest)
 
-    def bound(self, binder: Binder, *given: Any) -> Compiled:
+    def bind_cached(self, binder: Binder, *arguments: Any) -> Compiled:
         """Return the bound program of a call, cached or new."""
-        bind, said = partial(self.bind, binder, *given), partial(self.said, binder, *given)
-        counts = self.value(given[self.tensors :], "counts")
-        synchronizes = self.together and (not counts or min(counts) > 0)
-        return binder.bound(self.key(*given), bind, *given[: self.tensors], said=said, together=synchronizes)
+        bind, describe = partial(self.bind, binder, *arguments), partial(self.describe, binder, *arguments)
+        tensors, counts = arguments[: self.tensors], self.value(arguments[self.tensors :], "counts")
+        synchronizes = self.synchronizes and (not counts or min(counts) > 0)
+        return binder.bind_cached(self.key(*arguments), bind, *tensors, describe=describe, synchronizes=synchronizes)
 
-    def on(self, tensors: Tensors, written: Sequence[bool], *arguments: Any, **more: Any) -> Invocation:
+    def invocation(self, tensors: Tensors, written: Sequence[bool], *arguments: Any, **more: Any) -> Invocation:
         """Return one call of the operation.
 
         Args:
@@ -582,15 +582,15 @@ class CollectiveOperation:
         """
 
         def bind(binder: Binder, *tensors: torch.Tensor) -> Compiled:
-            return self.bound(binder, *tensors, *arguments)
+            return self.bind_cached(binder, *tensors, *arguments)
 
-        fields = {"key": self.key(*tensors, *arguments), "alike": arguments, **more}
-        return Invocation(self.name, bind, tensors, written, operation=self, given=arguments, **fields)
+        fields = {"key": self.key(*tensors, *arguments), "compared_values": arguments, **more}
+        return Invocation(self.name, bind, tensors, written, operation=self, arguments=arguments, **fields)
 
-    def replaced(self, given: Sequence[Any], **values: Any) -> tuple[Any, ...]:
-        """Return the non-tensor arguments `given`, with those named in `values` replaced; other names are ignored."""
-        return tuple(values.get(name, value) for name, value in zip(self.parameters, given, strict=True))
+    def replace_arguments(self, arguments: Sequence[Any], **values: Any) -> tuple[Any, ...]:
+        """Return the non-tensor `arguments`, with those named in `values` replaced; other names are ignored."""
+        return tuple(values.get(name, value) for name, value in zip(self.parameters, arguments, strict=True))
 
-    def value(self, given: Sequence[Any], name: str, otherwise: Any = None) -> Any:
-        """Return the value of a parameter among the arguments `given`; `otherwise` if there is no such parameter."""
-        return given[self.parameters.index(name)] if name in self.parameters else otherwise
+    def value(self, arguments: Sequence[Any], name: str, default: Any = None) -> Any:
+        """Return the value of a parameter among `arguments`; `default` if there is no such parameter."""
+        return arguments[self.parameters.index(name)] if name in self.parameters else default

@@ -22,20 +22,20 @@ from typing import Any, ClassVar
 import torch
 
 from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, Invocation, Ready, Tensors
-from mpitrain.comm.collectives.transports.by_programs import DeviceCall, through_host
-from mpitrain.comm.collectives.transports.choice import DeviceMemory, Transports, Way, alone
+from mpitrain.comm.collectives.transports.by_programs import DeviceCall, perform_through_host
+from mpitrain.comm.collectives.transports.choice import DeviceMemory, Transports, Way, perform_on_one_rank
 from mpitrain.comm.job.abort import Faults
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Member, Share, Topology
-from mpitrain.comm.job.traffic import Journal, Moved, Note, Record, clock
+from mpitrain.comm.job.traffic import Note, Record, TrafficCounters, Volume, clock
 from mpitrain.comm.memory.arena import ArenaIndex
 from mpitrain.comm.memory.buffers import as_tensor, inner_tensors, is_wrapper
 from mpitrain.comm.programs.verify import Proofs
-from mpitrain.comm.runtime.agreement import compare, repeated, seen
+from mpitrain.comm.runtime.agreement import compare, make_repeated_call, run_watched
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.watchdog import FailureHandler, Watchdog
-from mpitrain.comm.runtime.work import Order, Queued, Streams, Work, Worker, between
+from mpitrain.comm.runtime.work import QueuedOperation, StreamOrder, Streams, Work, Worker, in_stream_order
 from mpitrain.comm.selection import Tuning
 from mpitrain.errors import InputError
 
@@ -46,7 +46,7 @@ _BARRIER = "barrier"
 
 
 def _barrier(binder: Binder) -> Compiled:
-    return binder.bound(_BARRIER, lambda: Compiled([binder.comm.Barrier], moved=Moved("mpi")))
+    return binder.bind_cached(_BARRIER, lambda: Compiled([binder.comm.Barrier], volume=Volume("mpi")))
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ class ProcessServices:
     debug: bool
     proofs: Proofs | None = None
     failures: FailureHandler | None = None
-    journal: Journal = field(default_factory=Journal)
+    journal: TrafficCounters = field(default_factory=TrafficCounters)
 
     def may_release(self, comm: MPI.Intracomm) -> bool:
         """Return whether the ranks of a tracked communicator can still act together."""
-        return self.failures is None or self.failures.tracks(comm)
+        return self.failures is None or self.failures.is_tracked(comm)
 
 
 class OwnedCommunicators:
@@ -102,11 +102,11 @@ class OwnedCommunicators:
         self._failures = process.failures
         self._comms: list[MPI.Intracomm] = []
 
-    def keep(self, made: MPI.Comm) -> MPI.Intracomm:
+    def keep(self, comm: MPI.Comm) -> MPI.Intracomm:
         """Register a new MPI communicator, also with the failure handler if there is one, and return it."""
-        comm = MPI.Intracomm(made)  # Split returns an intracommunicator, but mpi4py types it as Comm
-        self._comms.append(comm if self._failures is None else self._failures.track(comm))
-        return comm
+        intracomm = MPI.Intracomm(comm)  # Split returns an intracommunicator, but mpi4py types it as Comm
+        self._comms.append(intracomm if self._failures is None else self._failures.track(intracomm))
+        return intracomm
 
     def free(self) -> None:
         """Free the communicators, except those that were abandoned because of dead ranks. Collective."""
@@ -133,45 +133,45 @@ class Dispatcher(Member):
     def __init__(self, comm: MPI.Intracomm, topology: Topology, process: ProcessServices, label: str) -> None:
         super().__init__(topology, label)
         self.process, self.journal = process, process.journal
-        self._owned = OwnedCommunicators(process)
-        self._comm = comm = self._owned.keep(comm)
+        self._owned_comms = OwnedCommunicators(process)
+        self._comm = comm = self._owned_comms.keep(comm)
         self.binder = self._make_binder(comm)
         self.ready = self.binder.cache.ready
         threaded = process.spare_cores > 0 and topology.size > 1  # its binder is made now, which is collective
-        self._background = self._make_binder(self._owned.keep(comm.Dup())) if threaded else None
+        self._background = self._make_binder(self._owned_comms.keep(comm.Dup())) if threaded else None
         self._worker = Worker(self._background is not None, process.journal, process.progress)
         compares = process.debug and topology.size > 1
-        self._compared = self._owned.keep(comm.Dup()) if compares else None  # for the debug mode's comparisons alone
+        self._debug_comm = self._owned_comms.keep(comm.Dup()) if compares else None  # for comparisons alone
         self._record = process.watchdog.record(label, topology.world_ranks)
         self._background_record = process.watchdog.record(f"{label} (async)", topology.world_ranks)
         self._transports: dict[Binder, Transports] = {}
         self._streams: Streams = {}  # for operations on a device in the background
         self._freed = False
-        # a ready function counts only if the journal was on when it was made
-        self.journal.switched.add(self.binder.cache.forget_ready)
+        # a ready function counts only if the traffic counters were on when it was made
+        self.journal.on_switch.add(self.binder.cache.forget_ready)
 
-    def entered(self, name: str, moved: Moved, begin: float, key: str = "", sequence: int = 0) -> None:
-        """Record in the journal an operation that this rank took part in but did not dispatch.
+    def record_operation(self, name: str, volume: Volume, begin: float, key: str = "", sequence: int = 0) -> None:
+        """Add to the traffic counters an operation that this rank took part in but did not dispatch.
 
         Args:
             name: Name of the operation.
-            moved: Algorithm and bytes moved.
-            begin: `journal.clock()` at its start.
+            volume: Algorithm and bytes moved.
+            begin: `clock()` at its start.
             key, sequence: Identifier and number of the operation, equal on all ranks; without `key`, those of the last
                 dispatched operation.
         """
         key, sequence = (key, sequence) if key else (self._record.key, self._record.sequence)
-        Note(self.journal, name, self.label, moved, key, sequence).performed(begin)
+        Note(self.journal, name, self.label, volume, key, sequence).count_operation(begin)
 
     def _make_binder(self, comm: MPI.Intracomm) -> Binder:
         process = self.process
-        node = self._owned.keep(comm.Split(self._topology.nodes[comm.rank], comm.rank))
+        node = self._owned_comms.keep(comm.Split(self._topology.nodes[comm.rank], comm.rank))
         oversubscribed = process.spare_cores < 0
         return Binder(comm, node, self._topology, process.arenas, process.tuning, oversubscribed, process.proofs)
 
     def duplicate_of_node(self) -> MPI.Intracomm:
         """Return a new communicator of this node's ranks, which is freed with this one. Collective over the node."""
-        return self._owned.keep(self.binder.node.Dup())
+        return self._owned_comms.keep(self.binder.node.Dup())
 
     @property
     def overlaps(self) -> bool:
@@ -199,7 +199,7 @@ class Dispatcher(Member):
         async_op: bool,
         tensors: Sequence[Any],
         written: Sequence[bool],
-        *given: Any,
+        *arguments: Any,
     ) -> Work | None:
         """Check and dispatch one call of an operation that was not found in `ready`.
 
@@ -208,43 +208,49 @@ class Dispatcher(Member):
             async_op: If true, run it in the background.
             tensors: Tensor arguments in order; the last is left out on ranks that do not have it.
             written: For each tensor, True if the operation changes it.
-            given: The other arguments.
+            arguments: The other arguments.
         """
-        return self.begin(partial(self._checked, operation, written, given), async_op, tensors, written)
+        return self.begin(partial(self._check_call, operation, written, arguments), async_op, tensors, written)
 
-    def _checked(
-        self, operation: CollectiveOperation, written: Sequence[bool], given: Sequence[Any], *passed: Any
+    def _check_call(
+        self, operation: CollectiveOperation, written: Sequence[bool], arguments: Sequence[Any], *passed: Any
     ) -> Invocation:
         """Check the arguments of a call, compute the block sizes, and return its invocation."""
-        tensors, compared = passed if len(passed) == operation.tensors else (*passed, None), given
+        tensors, compared = passed if len(passed) == operation.tensors else (*passed, None), arguments
         if "root" in operation.parameters:
-            check_rank(self, operation.value(given, "root"))
+            check_rank(self, operation.value(arguments, "root"))
         if len(passed) == 2:
             whole = operation.by_rank.index(True)
             names = ["out" if changed else "x" for changed in (written[1 - whole], written[whole])]
-            counts = operation.value(given, "counts")
+            counts = operation.value(arguments, "counts")
             blocks = block_sizes(self, operation.name, tensors[1 - whole], tensors[whole], counts, *names)
-            compared = operation.replaced(given, counts=blocks)
-            given = operation.replaced(given, counts=tuple(blocks) if min(blocks) != max(blocks) else None)
-        place = operation.placed if self._compared is not None else None  # used in debug mode alone
-        placed = None if place is None else place(self.rank, *tensors, *given)
-        return operation.on(tensors, written, *given, alike=compared, placed=placed)
+            compared = operation.replace_arguments(arguments, counts=blocks)
+            arguments = operation.replace_arguments(
+                arguments, counts=tuple(blocks) if min(blocks) != max(blocks) else None
+            )
+        place = operation.placed if self._debug_comm is not None else None  # used in debug mode alone
+        placed = None if place is None else place(self.rank, *tensors, *arguments)
+        return operation.invocation(tensors, written, *arguments, compared_values=compared, placed=placed)
 
     def begin(
-        self, checked: Callable[..., Invocation], async_op: bool, tensors: Sequence[Any], written: Sequence[bool]
+        self,
+        make_invocation: Callable[..., Invocation],
+        async_op: bool,
+        tensors: Sequence[Any],
+        written: Sequence[bool],
     ) -> Work | None:
         """Dispatch a call that was not found in `ready`; wrapper tensors are dispatched once for each inner tensor.
 
         Args:
-            checked: Checks the other arguments, given the tensors, and returns the invocation.
+            make_invocation: Checks the other arguments, given the tensors, and returns the invocation.
             async_op: If true, run it in the background.
             tensors: Tensor arguments in order.
             written: For each tensor, True if the operation changes it.
         """
         if any(map(is_wrapper, tensors)):
-            return for_each_inner(lambda *inner: self.begin(checked, async_op, inner, written), *tensors)
-        passed = [as_tensor(x, written=changed) for x, changed in zip(tensors, written)]  # noqa: B905 - see `checked`
-        return self.dispatch(checked(*passed), async_op)
+            return for_each_inner(lambda *inner: self.begin(make_invocation, async_op, inner, written), *tensors)
+        passed = [as_tensor(x, written=changed) for x, changed in zip(tensors, written)]  # noqa: B905 - see `_check_call`
+        return self.dispatch(make_invocation(*passed), async_op)
 
     def dispatch(self, call: Invocation, async_op: bool = False) -> Work | None:
         """Perform an operation and return None, or start it in the background and return its handle.
@@ -261,45 +267,51 @@ class Dispatcher(Member):
         if known is not None:
             known(call.first)
             return None
-        self.compare(call.name, call.tensors, call.alike, call.uneven, call.placed)
+        self.compare(call.name, call.tensors, call.compared_values, call.uneven, call.placed)
         device = self._device_of(call.name, call.tensors)
         if async_op:
             name = f"{call.name} of {0 if call.first is None else call.first.numel()} elements on {self.label}"
             perform = partial(self._perform, call, self._background or self.binder, self._background_record, device)
             on_device = [] if device is None else [tensor for tensor in call.tensors if tensor is not None]
-            return Queued(name, perform, self._worker, Order(on_device, self._streams) if on_device else None)
-        if self._background is None and self._worker.waiting:
+            order = StreamOrder(on_device, self._streams) if on_device else None
+            return QueuedOperation(name, perform, self._worker, order)
+        if self._background is None and self._worker.queue:
             self._worker.drain()  # operations deferred to this thread come first
         if device is not None:
-            with between(device):
+            with in_stream_order(device):
                 self._perform(call, self.binder, self._record, device)
             return None
         self._perform(call, self.binder, self._record)
-        if call.key is not None and self._compared is None and all(map(_may_repeat, call.tensors)):
+        if call.key is not None and self._debug_comm is None and all(map(_may_repeat, call.tensors)):
             compiled = self.binder.cache.bound.get(call.key)
             if compiled is not None:
-                self.ready[call.key] = self._repeated(call, compiled)
+                self.ready[call.key] = self._make_repeat(call, compiled)
         return None
 
-    def _repeated(self, call: Invocation, compiled: Compiled) -> Ready:
-        """Return a function that performs an operation again, and counts it while the journal is on."""
+    def _make_repeat(self, call: Invocation, compiled: Compiled) -> Ready:
+        """Return a function that performs an operation again, and counts it while the traffic counters are on."""
         name, record, drain, journal = call.name, self._record, self._worker.drain, self.journal
-        waiting = self._worker.waiting if self._background is None else ()
+        waiting = self._worker.queue if self._background is None else ()
         if not (journal.on and call.counts):
-            return repeated(record, name, compiled.calls, waiting, drain)
-        perform = repeated(record, name, compiled.calls, (), drain)  # deferred operations count themselves
+            return make_repeated_call(record, name, compiled.calls, waiting, drain)
+        perform = make_repeated_call(record, name, compiled.calls, (), drain)  # deferred operations count themselves
         first = drain if self._background is None else None
-        return journal.counting(perform, name, self.label, compiled.moved, record, first)
+        return journal.make_counting_call(perform, name, self.label, compiled.volume, record, first)
 
     def compare(
-        self, name: str, tensors: Tensors, alike: object, uneven: bool = False, placed: torch.Tensor | None = None
+        self,
+        name: str,
+        tensors: Tensors,
+        compared_values: object,
+        uneven: bool = False,
+        placed: torch.Tensor | None = None,
     ) -> None:
         """Check that the communicator was not freed and, in debug mode, that all ranks are about to do the same.
 
         Args:
             name: Name of the operation.
             tensors: Tensor arguments; the size and dtype of the first are compared.
-            alike: Other values that must be equal on all ranks.
+            compared_values: Other values that must be equal on all ranks.
             uneven: If true, sizes may differ between ranks.
             placed: Tensor that must be at the same offset in an arena on all ranks of a node.
 
@@ -309,34 +321,34 @@ class Dispatcher(Member):
         """
         if self._freed:
             raise InputError(f"{name}: {self.label} was freed; make another communicator with split or subgroup")
-        if self._compared is None:
+        if self._debug_comm is None:
             return
         first, description, place = tensors[0] if tensors else None, name, ""
         if first is not None:
             description += f" of {'?' if uneven else first.numel()} {str(first.dtype).removeprefix('torch.')}"
-        if alike is not None:
-            description += f" {alike}"
+        if compared_values is not None:
+            description += f" {compared_values}"
         arena = None if placed is None else self.binder.arena_of(placed)
         if placed is not None and arena is not None and placed.numel():
             place = f" at byte {placed.data_ptr() - arena.start} of an arena of {arena.nbytes}"
         with self._record.comparing(name, first):
             shown = f"#{self._record.sequence} {description[:300]}{place}"
-            compare(self._compared, description, shown, place, self.nodes)
+            compare(self._debug_comm, description, shown, place, self.nodes)
 
-    def require_same(self, said: str) -> None:
+    def require_same(self, description: str) -> None:
         """Compare by messages what all ranks are about to do, in any mode. Collective.
 
         Args:
-            said: Description that must be equal on all ranks.
+            description: Description that must be equal on all ranks.
 
         Raises:
             CommunicationError: The descriptions differ; raised on all ranks.
         """
-        with self._record.comparing(said, None):
-            compare(self._comm, said)
+        with self._record.comparing(description, None):
+            compare(self._comm, description)
 
     def _perform(self, call: Invocation, binder: Binder, record: Record, device: torch.device | None = None) -> None:
-        """Perform a call under the watchdog, and enter it in the journal while that is on."""
+        """Perform a call under the watchdog, and count it while the traffic counters are on."""
 
         def run(*tensors: torch.Tensor | None) -> None:
             binder.run(call.bind(binder, *tensors))
@@ -345,26 +357,26 @@ class Dispatcher(Member):
             if device is None or call.on_device:
                 run(*call.tensors)
             elif call.operation is not None:
-                self.perform(binder, call.operation, call.tensors, call.written, *call.given)
+                self.perform(binder, call.operation, call.tensors, call.written, *call.arguments)
             else:
-                through_host(run, call.tensors, call.written)
+                perform_through_host(run, call.tensors, call.written)
 
         if not (self.journal.on and call.counts):
-            seen(record, call.name, call.first, act)
+            run_watched(record, call.name, call.first, act)
             return
-        counted = binder.moved = []
+        counted = binder.volume = []
         begin = clock()
         try:
-            seen(record, call.name, call.first, act)
+            run_watched(record, call.name, call.first, act)
         finally:
-            binder.moved = None
-        moved = Moved.sum(counted)
+            binder.volume = None
+        volume = Volume.sum(counted)
         if call.algorithm:
-            moved = moved._replace(algorithm=call.algorithm)
-        self.journal.note(call.name, self.label, moved, begin, record)
+            volume = volume._replace(algorithm=call.algorithm)
+        self.journal.count(call.name, self.label, volume, begin, record)
 
     def perform(
-        self, binder: Binder, operation: CollectiveOperation, tensors: Tensors, written: Sequence[bool], *given: Any
+        self, binder: Binder, operation: CollectiveOperation, tensors: Tensors, written: Sequence[bool], *arguments: Any
     ) -> None:
         """Perform an operation, or a part of one, in the calling thread, on host memory or on the rank's device.
 
@@ -373,14 +385,14 @@ class Dispatcher(Member):
             operation: The operation.
             tensors: Tensor arguments in order.
             written: For each tensor, True if the operation changes it.
-            given: The other arguments.
+            arguments: The other arguments.
         """
         device = self._device_of(operation.name, tensors)
         if device is None:
-            binder.run(operation.bound(binder, *tensors, *given))
+            binder.run(operation.bind_cached(binder, *tensors, *arguments))
         else:
-            call = DeviceCall(operation, tensors, written, given)
-            perform = alone if self.size == 1 else self._transports_of(binder, device).perform
+            call = DeviceCall(operation, tensors, written, arguments)
+            perform = perform_on_one_rank if self.size == 1 else self._transports_of(binder, device).perform
             perform(call)
 
     def _device_of(self, name: str, tensors: Tensors) -> torch.device | None:
@@ -400,8 +412,8 @@ class Dispatcher(Member):
             memory.device = device
         if memory.device != device:
             raise InputError(
-                f"{name}: a tensor is on {device}, but rank {self.rank} communicates what is on {memory.device}; "
-                f"move it there (a rank has one device)"
+                f"{name}: a tensor is on {device}, but rank {self.rank} uses {memory.device}; "
+                f"move it to {memory.device} (each rank uses one device)"
             )
         return device
 
@@ -425,7 +437,7 @@ class Dispatcher(Member):
                     self._transports.pop(binder).free()
                 if binder is not None:
                     binder.free()
-            self._owned.free()
+            self._owned_comms.free()
         for record in (self._record, self._background_record):
             self.process.watchdog.forget(record)
 
@@ -441,7 +453,7 @@ def _may_repeat(x: Any) -> bool:
     return x.device.type == "cpu" and not x.is_complex() and (x.numel() != 1 or x.storage_offset() % 2 == 0)
 
 
-class SeveralWorks(Work):
+class CombinedWork(Work):
     """Handle of several operations that were started as one."""
 
     def __init__(self, works: Sequence[Work]) -> None:
@@ -475,11 +487,14 @@ def for_each_inner(operation: Callable[..., Work | None], *tensors: Any) -> Work
     numbers = {len(inner) for inner in parts if inner is not None}
     if len(numbers) > 1:
         kinds = ", ".join(f"a {type(x).__name__} of {len(inner)}" for x, inner in zip(tensors, parts) if inner)  # noqa: B905
-        raise InputError(f"the tensors of one operation must be made of equally many tensors, not {kinds}")
+        raise InputError(
+            f"the tensors of one operation must consist of the same number of inner tensors, not {kinds}; "
+            "pass the inner tensors one by one"
+        )
     calls = [[None if inner is None else inner[i] for inner in parts] for i in range(numbers.pop())]
     works = [operation(*inner) for inner in calls]
     begun = [work for work in works if work is not None]
-    return SeveralWorks(begun) if begun else None
+    return CombinedWork(begun) if begun else None
 
 
 def check_rank(comm: Member, rank: int) -> None:
@@ -527,11 +542,12 @@ def block_sizes(
         blocks = [int(n) for n in counts]
         if len(blocks) != comm.size or min(blocks) < 0 or sum(blocks) != whole.numel():
             raise InputError(
-                f"{name}: counts {blocks} must be {comm.size} numbers that sum to {whole_name}'s {whole.numel()}"
+                f"{name}: counts {blocks} must be {comm.size} non-negative numbers that sum to the "
+                f"{whole.numel()} elements of {whole_name}"
             )
     if part is not None and part.numel() != blocks[comm.rank]:
         raise InputError(
-            f"{name}: {part_name} has {part.numel()} elements, rank {comm.rank}'s block has {blocks[comm.rank]}; "
-            f"{whole_name} is one block per rank"
+            f"{name}: {part_name} has {part.numel()} elements, but rank {comm.rank}'s block of {whole_name} has "
+            f"{blocks[comm.rank]}; {whole_name} must have one block per rank"
         )
     return blocks

@@ -23,13 +23,13 @@ from mpitrain.comm.collectives.binding import (
     Binder,
     CollectiveOperation,
     Invocation,
-    copying,
-    moved_by_library,
+    library_volume,
+    make_copy,
     offsets,
 )
 from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.memory.buffers import bytes_at, even_blocks, overlap, pieces, tensor_at, uneven_blocks
+from mpitrain.comm.memory.buffers import bytes_at, even_blocks, pieces, shares_memory, tensor_at, uneven_blocks
 from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.programs.program import chunk_bounds
 from mpitrain.comm.runtime.agreement import Call
@@ -71,11 +71,11 @@ def _bind_broadcast(binder: Binder, x: Tensor, root: int, algorithm: str) -> Com
     if chosen.program is None:
         parts = pieces(setting.nbytes)
         calls = [partial(binder.comm.Bcast, bytes_at(x.data_ptr() + lo, n), root) for lo, n in parts]
-        return Compiled(calls, moved=moved_by_library(binder.topology, "broadcast", x.nbytes, root))
+        return Compiled(calls, volume=library_volume(binder.topology, "broadcast", x.nbytes, root))
     program = binder.program(chosen, setting)
     arena, neighbours = binder.require_reach(x, selection.BROADCAST, name) if chosen.reach else (None, None)
-    said = BROADCAST.said(binder, x, root, name, place=binder.place(x))
-    return binder.compile(program, binder.in_place(program, x, neighbours), None, arena, said=said)
+    description = BROADCAST.describe(binder, x, root, name, place=binder.describe_place(x))
+    return binder.compile(program, binder.layout_in_place(program, x, neighbours), None, arena, description=description)
 
 
 BROADCAST = CollectiveOperation(
@@ -83,7 +83,7 @@ BROADCAST = CollectiveOperation(
     _bind_broadcast,
     parameters=("root", "algorithm"),
     by_rank=(False,),
-    together=False,
+    synchronizes=False,
     placed=lambda rank, x, root, algorithm: selection.BROADCAST.placed(algorithm, x),
 )
 
@@ -138,7 +138,7 @@ def _bind_all_gather(binder: Binder, out: Tensor, x: Tensor, algorithm: str, cou
     if bounds[-1] == 0:
         return NOTHING
     own_block = tensor_at(out.data_ptr() + bounds[rank] * item, blocks[rank], x.dtype)
-    place = [] if own_block.data_ptr() == x.data_ptr() or not blocks[rank] else [copying(own_block, x)]
+    place = [] if own_block.data_ptr() == x.data_ptr() or not blocks[rank] else [make_copy(own_block, x)]
     if binder.topology.size == 1:
         return Compiled(place)
     read = x if place else out  # the memory that other ranks of the node would read
@@ -148,11 +148,11 @@ def _bind_all_gather(binder: Binder, out: Tensor, x: Tensor, algorithm: str, cou
     name = all_gather_name(binder.choose(selection.ALL_GATHER, algorithm, setting), setting)
     chosen = selection.ALL_GATHER[name]
     if chosen.program is None:
-        moved = moved_by_library(binder.topology, "all_gather", [n * item for n in blocks])
-        if place and not overlap(out, x):  # the library copies less this way than in place
+        volume = library_volume(binder.topology, "all_gather", [n * item for n in blocks])
+        if place and not shares_memory(out, x):  # the library copies less this way than in place
             call = _library_all_gather(binder, out, blocks, bytes_at(x.data_ptr(), blocks[rank] * item))
-            return Compiled([call], moved=moved)
-        return Compiled([*place, _library_all_gather(binder, out, blocks, MPI.IN_PLACE)], moved=moved)
+            return Compiled([call], volume=volume)
+        return Compiled([*place, _library_all_gather(binder, out, blocks, MPI.IN_PLACE)], volume=volume)
     program = binder.program(chosen, setting)
     layout = Layout(x.dtype, chunk_bounds(bounds, program.segments), out.data_ptr(), out.data_ptr())
     if not chosen.reach:
@@ -161,13 +161,13 @@ def _bind_all_gather(binder: Binder, out: Tensor, x: Tensor, algorithm: str, cou
     arena, neighbours = binder.require_reach(read, selection.ALL_GATHER, name)
     # another rank's x has only its own block, so its WORK starts before x by the offset of that block in out
     before = (lambda r: bounds[r] * item) if place else (lambda r: 0)
-    layout = replace(layout, neighbours=neighbours, seen=read.data_ptr() - before(rank))
+    layout = replace(layout, neighbours=neighbours, exposed_address=read.data_ptr() - before(rank))
     if arena is not None:
         find = binder.peers(read, arena)
         layout = replace(layout, peers=lambda r: find(r) - before(r))
-    where = binder.place(read) + " in place" * (read is out and arena is not None)
-    said = ALL_GATHER.said(binder, out, x, name, counts, place=where)
-    inner = binder.compile(program, layout, None, arena, said=said)
+    where = binder.describe_place(read) + " in place" * (read is out and arena is not None)
+    description = ALL_GATHER.describe(binder, out, x, name, counts, place=where)
+    inner = binder.compile(program, layout, None, arena, description=description)
     return Compiled([*place, inner], [inner])
 
 
@@ -180,20 +180,20 @@ ALL_GATHER = CollectiveOperation(
 )
 
 
-def _library_all_gather(binder: Binder, out: Tensor, blocks: Sequence[int], own: Any) -> Call:
+def _library_all_gather(binder: Binder, out: Tensor, blocks: Sequence[int], send: Any) -> Call:
     """Return the call of MPI's all-gather.
 
     Args:
         binder: Binder of the ranks.
         out: All blocks.
         blocks: Number of elements of each rank's block.
-        own: This rank's block, or MPI.IN_PLACE if it is already in `out`. The MPI standard wants IN_PLACE on all ranks
-            or on none. Here it only saves a copy on one rank, and libraries accept a mixture.
+        send: This rank's block, or MPI.IN_PLACE if it is already in `out`. The MPI standard requires IN_PLACE on all
+            ranks or on none. Here it only saves a copy on one rank, and libraries accept a mixture.
     """
     comm, item = binder.comm, out.element_size()
     if min(blocks) == max(blocks):
-        return partial(comm.Allgather, own, even_blocks(out.data_ptr(), blocks[0], comm.size, item))
-    return partial(comm.Allgatherv, own, uneven_blocks(out.data_ptr(), blocks, item))
+        return partial(comm.Allgather, send, even_blocks(out.data_ptr(), blocks[0], comm.size, item))
+    return partial(comm.Allgatherv, send, uneven_blocks(out.data_ptr(), blocks, item))
 
 
 _GATHER = Algorithm(lambda s: direct_gather(s.size, s.root, s.nodes))
@@ -267,8 +267,8 @@ def _bind_rooted(gathers: bool, binder: Binder, block: Tensor, whole: Tensor | N
             partial(comm.Gather, block_bytes, all_bytes) if gathers else partial(comm.Scatter, all_bytes, block_bytes)
         )
         name = "gather" if gathers else "scatter"
-        moved = moved_by_library(binder.topology, name, [numel * item] * comm.size, root)
-        return Compiled([partial(call, root)], moved=moved)
+        volume = library_volume(binder.topology, name, [numel * item] * comm.size, root)
+        return Compiled([partial(call, root)], volume=volume)
     length = 0 if gathers and whole is None else numel
     here, there = (block_address, [0, numel]), (whole_address, [r * length for r in range(comm.size + 1)])
     (source, bounds), (inbox, cells) = (here, there) if gathers else (there, here)
@@ -282,7 +282,7 @@ GATHER, SCATTER = (
         partial(_bind_rooted, name == "gather"),
         parameters=("root",),
         by_rank=(False, True),
-        together=False,
+        synchronizes=False,
     )
     for name in ("gather", "scatter")
 )
@@ -322,10 +322,10 @@ def all_to_all(
     if ready is not None and even and not async_op and x.is_contiguous() and out.is_contiguous():
         ready(x)
         return None
-    return comm.begin(partial(_checked_all_to_all, comm, in_counts, out_counts), async_op, (x, out), (False, True))
+    return comm.begin(partial(_check_all_to_all, comm, in_counts, out_counts), async_op, (x, out), (False, True))
 
 
-def _checked_all_to_all(
+def _check_all_to_all(
     comm: Dispatcher, in_counts: Sequence[int] | None, out_counts: Sequence[int] | None, x: Tensor, out: Tensor
 ) -> Invocation:
     received = block_sizes(comm, "all_to_all", None, out, out_counts, "x", "out")
@@ -336,25 +336,25 @@ def _checked_all_to_all(
         if out.numel() != x.numel():
             problem = f"x has {x.numel()} elements, out {out.numel()}; make them equal or give counts"
             raise InputError(f"all_to_all: {problem}")
-        return ALL_TO_ALL.on((x, out), (False, True), alike=True)
-    bind = partial(_uneven, comm.probe, received=received, sent=sent)
-    return Invocation("all_to_all", bind, (x, out), (False, True), alike=False, uneven=True)
+        return ALL_TO_ALL.invocation((x, out), (False, True), compared_values=True)
+    bind = partial(_bind_uneven_all_to_all, comm.probe, received=received, sent=sent)
+    return Invocation("all_to_all", bind, (x, out), (False, True), compared_values=False, uneven=True)
 
 
 def _bind_all_to_all(binder: Binder, x: Tensor, out: Tensor) -> Compiled:
     comm, item, size = binder.comm, x.element_size(), binder.topology.size
     count = x.numel() // size
     if x.numel() * item > LARGEST_COUNT:
-        return _directly(binder, x, out, [count] * size, [count] * size)
+        return _bind_direct_all_to_all(binder, x, out, [count] * size, [count] * size)
     send, receive = (even_blocks(y.data_ptr(), count, size, item) for y in (x, out))
-    moved = moved_by_library(binder.topology, "all_to_all", [count * item] * size)
-    return Compiled([partial(comm.Alltoall, send, receive)], moved=moved)
+    volume = library_volume(binder.topology, "all_to_all", [count * item] * size)
+    return Compiled([partial(comm.Alltoall, send, receive)], volume=volume)
 
 
 ALL_TO_ALL = CollectiveOperation("all_to_all", _bind_all_to_all, by_rank=(True, True))
 
 
-def _uneven(
+def _bind_uneven_all_to_all(
     probe: CollectiveOperation, binder: Binder, x: Tensor, out: Tensor, received: Sequence[int], sent: Sequence[int]
 ) -> Call:
     """Bind an all_to_all with uneven blocks, for one call.
@@ -363,18 +363,20 @@ def _uneven(
     choose the same algorithm.
     """
     item, largest = x.element_size(), torch.tensor([max(out.numel(), x.numel())])
-    binder.run(probe.bound(binder, largest, "max", "mpi", False))
+    binder.run(probe.bind_cached(binder, largest, "max", "mpi", False))
     if int(largest) * item > LARGEST_COUNT:
-        compiled = _directly(binder, x, out, received, sent)
+        compiled = _bind_direct_all_to_all(binder, x, out, received, sent)
     else:
         send = uneven_blocks(x.data_ptr(), sent, item)
         receive = uneven_blocks(out.data_ptr(), received, item)
-        moved = moved_by_library(binder.topology, "all_to_all", [count * item for count in sent])
-        compiled = Compiled([partial(binder.comm.Alltoallv, send, receive)], moved=moved)
-    return binder.signed(f"uneven all_to_all of {x.dtype}", compiled, together=False)
+        volume = library_volume(binder.topology, "all_to_all", [count * item for count in sent])
+        compiled = Compiled([partial(binder.comm.Alltoallv, send, receive)], volume=volume)
+    return binder.with_signature(f"uneven all_to_all of {x.dtype}", compiled, synchronizes=False)
 
 
-def _directly(binder: Binder, x: Tensor, out: Tensor, received: Sequence[int], sent: Sequence[int]) -> Compiled:
+def _bind_direct_all_to_all(
+    binder: Binder, x: Tensor, out: Tensor, received: Sequence[int], sent: Sequence[int]
+) -> Compiled:
     """Bind an all_to_all by one message between every two ranks, for blocks too large for the library's call."""
     source, into = x.data_ptr(), out.data_ptr()
     layout = Layout(x.dtype, offsets(sent), source, source, inbox=into, inbox_bounds=offsets(received))

@@ -6,7 +6,7 @@ rank 1   a1 b1 c1  -> a b c            a  b  c          b
 rank 2   a2 b2 c2     a b c            a2 b2 c2         c
 
 In the shared memory of a node, a reduce_scatter can also be started, and waited for later, without a thread
-(`Deferred`).
+(`DeferredReductions`).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from mpitrain.comm.collectives.binding import (
     Binder,
     CollectiveOperation,
     Invocation,
-    copying,
-    moved_by_library,
+    library_volume,
+    make_copy,
+    make_scaling,
     offsets,
-    scaling,
 )
 from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes
 from mpitrain.comm.collectives.moving import ALL_GATHER
 from mpitrain.comm.compression import Bucket, Compression
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.traffic import Moved, Note
-from mpitrain.comm.memory.buffers import overlap, typed, typed_pieces
+from mpitrain.comm.job.traffic import Note, Volume
+from mpitrain.comm.memory.buffers import shares_memory, typed_buffer, typed_buffers
 from mpitrain.comm.memory.elements import HALVES
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.runtime.agreement import Call
@@ -84,7 +84,7 @@ def all_reduce(
         ready(x)
         return None
     if compression is not None:
-        compressed = partial(_compressed, comm, compression, op, algorithm, reproducible)
+        compressed = partial(_make_compressed_call, comm, compression, op, algorithm, reproducible)
         return comm.begin(compressed, async_op, (x,), (True,))
     return comm.call(ALL_REDUCE, async_op, (x,), (True,), op, algorithm, reproducible)
 
@@ -126,7 +126,7 @@ class Channel:
         self._perform(ALL_GATHER, (out, x), (True, False), "auto", None)
 
 
-def _compressed(
+def _make_compressed_call(
     comm: Dispatcher, compression: Compression | Bucket, op: str, algorithm: str, reproducible: bool, x: Tensor
 ) -> Invocation:
     """Return the call of a compressed all_reduce; its collectives all run in the thread that performs it."""
@@ -140,11 +140,11 @@ def _compressed(
         return partial(act, channel, x, op, algorithm, key=bucket.key, shapes=bucket.shapes)
 
     compared, name = (op, algorithm, str(compression)), bucket.compression.name
-    return Invocation("all_reduce", bind, (x,), (True,), alike=compared, on_device=True, algorithm=name)
+    return Invocation("all_reduce", bind, (x,), (True,), compared_values=compared, on_device=True, algorithm=name)
 
 
 def _bind_all_reduce(
-    binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool, said: str | None = None
+    binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool, description: str | None = None
 ) -> Compiled:
     """Bind an all_reduce to x.
 
@@ -154,25 +154,25 @@ def _bind_all_reduce(
         op: Name of the reduction.
         algorithm: Requested algorithm, or "auto".
         reproducible: If true, use the fixed order over ranks.
-        said: Description of the caller's arguments, if x is a copy or a piece of the caller's x.
+        description: Description of the caller's arguments, if x is a copy or a piece of the caller's x.
     """
     reduction = Reduction.of(op, x.dtype, binder.topology.size)
     if binder.topology.size == 1 or x.numel() == 0:
         return NOTHING
     setting = binder.setting(x, reproducible=reproducible)
-    if said is None:
-        said = ALL_REDUCE.said(binder, x, op, algorithm, reproducible, place=binder.place(x))
+    if description is None:
+        description = ALL_REDUCE.describe(binder, x, op, algorithm, reproducible, place=binder.describe_place(x))
     name = binder.choose(selection.ALL_REDUCE, algorithm, setting)
     chosen, neighbours = all_reduce_algorithm(name, setting), None
     if chosen.program is None:
         if x.dtype in HALVES:
-            return binder.widened(x, lambda wide: _bind_all_reduce(binder, wide, op, name, False))
+            return binder.bind_widened(x, lambda wide: _bind_all_reduce(binder, wide, op, name, False))
         if reduction.library_saturates:
             return _bind_all_reduce(binder, x, op, "halving", False)
-        call, pieces = binder.comm.Allreduce, typed_pieces(x)
+        call, pieces = binder.comm.Allreduce, typed_buffers(x)
         calls = [partial(call, MPI.IN_PLACE, piece, reduction.operation.mpi) for piece in pieces]
-        moved = moved_by_library(binder.topology, "all_reduce", x.nbytes)
-        return Compiled([*calls, *scaling(x, reduction)], moved=moved)
+        volume = library_volume(binder.topology, "all_reduce", x.nbytes)
+        return Compiled([*calls, *make_scaling(x, reduction)], volume=volume)
     if chosen.reach:
         arena, neighbours = binder.reach(x)
         if neighbours is not None:
@@ -181,10 +181,14 @@ def _bind_all_reduce(
             return _bind_all_reduce(binder, x, op, "ring", reproducible)
     program = binder.program(chosen, setting)
     if x.dtype in HALVES and program.sends_partial_sums:
-        return binder.widened(x, lambda wide: _bind_all_reduce(binder, wide, op, name, reproducible, said))
+        return binder.bind_widened(x, lambda wide: _bind_all_reduce(binder, wide, op, name, reproducible, description))
     if chosen.reach and setting.memory == "private" and not program.slots:
-        return binder.through_staging(x, lambda piece: _bind_all_reduce(binder, piece, op, name, reproducible, said))
-    return binder.compile(program, binder.in_place(program, x, neighbours), reduction, binder.arena_of(x), said=said)
+        return binder.bind_through_staging(
+            x, lambda piece: _bind_all_reduce(binder, piece, op, name, reproducible, description)
+        )
+    return binder.compile(
+        program, binder.layout_in_place(program, x, neighbours), reduction, binder.arena_of(x), description=description
+    )
 
 
 ALL_REDUCE = CollectiveOperation(
@@ -232,22 +236,24 @@ def _bind_reduce(binder: Binder, x: Tensor, op: str, root: int, algorithm: str) 
     name = binder.choose(selection.REDUCE, algorithm, setting)
     chosen = selection.REDUCE[name]
     if x.dtype in HALVES and not chosen.reach:
-        return binder.widened(x, lambda wide: _bind_reduce(binder, wide, op, root, name), back=at_root)
+        return binder.bind_widened(x, lambda wide: _bind_reduce(binder, wide, op, root, name), back=at_root)
     if chosen.program is None and reduction.library_saturates:
         return _bind_reduce(binder, x, op, root, "tree")
     if chosen.program is None:
         comm, calls = binder.comm, list[Call]()
-        for piece in typed_pieces(x):
+        for piece in typed_buffers(x):
             send, receive = (MPI.IN_PLACE, piece) if at_root else (piece, None)
             calls.append(partial(comm.Reduce, send, receive, reduction.operation.mpi, root))
-        calls += scaling(x, reduction) if at_root else []
-        return Compiled(calls, moved=moved_by_library(binder.topology, "reduce", x.nbytes, root))
+        calls += make_scaling(x, reduction) if at_root else []
+        return Compiled(calls, volume=library_volume(binder.topology, "reduce", x.nbytes, root))
     program = binder.program(chosen, setting)
     if chosen.reach:
         arena, neighbours = binder.require_reach(x, selection.REDUCE, name)
-        said = REDUCE.said(binder, x, op, root, name, place=binder.place(x))
-        return binder.compile(program, binder.in_place(program, x, neighbours), reduction, arena, said=said)
-    layout = binder.in_place(program, x)
+        description = REDUCE.describe(binder, x, op, root, name, place=binder.describe_place(x))
+        return binder.compile(
+            program, binder.layout_in_place(program, x, neighbours), reduction, arena, description=description
+        )
+    layout = binder.layout_in_place(program, x)
     if at_root:
         return binder.compile(program, layout, reduction)
     sums = torch.empty(x.numel(), dtype=x.dtype)  # partial sums on ranks other than the root, whose x must not change
@@ -260,7 +266,7 @@ REDUCE = CollectiveOperation(
     _bind_reduce,
     parameters=("op", "root", "algorithm"),
     by_rank=(False,),
-    together=False,
+    synchronizes=False,
     in_place=True,
     placed=lambda rank, x, op, root, algorithm: selection.REDUCE.placed(algorithm, x),
 )
@@ -321,8 +327,8 @@ def _bind_deferred(binder: Binder, x: Tensor, out: Tensor, op: str, events: Mapp
     reduction, arena = Reduction.of(op, x.dtype, binder.topology.size), binder.arena_of(x)
     program = binder.program(_DEFERRED, binder.setting(x, block=out.numel() * x.element_size()))
     layout = _layout(binder, program, x, out, [out.numel()] * binder.topology.size, None)
-    said = REDUCE_SCATTER.said(binder, x, out, op, None, "", False, place=binder.place(x))
-    layout = replace(layout, events=events, said=(said, ""))
+    description = REDUCE_SCATTER.describe(binder, x, out, op, None, "", False, place=binder.describe_place(x))
+    layout = replace(layout, events=events, descriptions=(description, ""))
     return Compiled((), binder.plan(program, layout, reduction, arena).bind_phases(layout))
 
 
@@ -331,7 +337,7 @@ def _layout(
 ) -> Layout:
     """Return the layout of a reduce_scatter: x is the input, and out receives this rank's block."""
     bounds = offsets(blocks)
-    layout = binder.in_place(program, x, neighbours, bounds)
+    layout = binder.layout_in_place(program, x, neighbours, bounds)
     return replace(layout, target=out.data_ptr() - bounds[binder.topology.rank] * x.element_size())
 
 
@@ -342,17 +348,17 @@ def _bind_reduce_scatter(
     if x.numel() == 0:
         return NOTHING
     if binder.topology.size == 1:
-        return Compiled([copying(out, x)])
+        return Compiled([make_copy(out, x)])
     blocks = counts or [out.numel()] * binder.topology.size
     setting = binder.setting(x, reproducible=reproducible, block=max(blocks) * x.element_size())
     name = binder.choose(selection.REDUCE_SCATTER, algorithm, setting)
-    name = reduce_scatter_name(name, setting, by_itself=algorithm == "auto", halves=x.dtype in HALVES)
+    name = reduce_scatter_name(name, setting, is_auto=algorithm == "auto", is_half=x.dtype in HALVES)
     chosen = selection.REDUCE_SCATTER[name]
     program = binder.program(chosen, setting) if chosen.program is not None else None
     if x.dtype in HALVES and (program is None or program.sends_partial_sums):
         wide, sums = torch.empty(x.numel(), dtype=torch.float32), torch.empty(out.numel(), dtype=torch.float32)
         inner = _bind_reduce_scatter(binder, wide, sums, op, counts, name, False)
-        return Compiled([copying(wide, x), inner, copying(out, sums)], [inner, wide, sums])
+        return Compiled([make_copy(wide, x), inner, make_copy(out, sums)], [inner, wide, sums])
     if program is None and reduction.library_saturates:
         return _bind_reduce_scatter(binder, x, out, op, counts, "halving", False)
     if program is None:
@@ -360,12 +366,14 @@ def _bind_reduce_scatter(
     arena, neighbours = binder.require_reach(x, selection.REDUCE_SCATTER, name) if chosen.reach else (None, None)
     layout = _layout(binder, program, x, out, blocks, neighbours)
     if not program.sends_partial_sums:
-        said = REDUCE_SCATTER.said(binder, x, out, op, counts, name, reproducible, place=binder.place(x))
-        return binder.compile(program, layout, reduction, arena, said=said)
+        description = REDUCE_SCATTER.describe(
+            binder, x, out, op, counts, name, reproducible, place=binder.describe_place(x)
+        )
+        return binder.compile(program, layout, reduction, arena, description=description)
     whole = torch.empty(x.numel(), dtype=x.dtype)
     inner = binder.compile(program, replace(layout, target=whole.data_ptr()), reduction)
     first = offsets(blocks)[binder.topology.rank]
-    return Compiled([inner, copying(out, whole[first : first + out.numel()])], [inner, whole])
+    return Compiled([inner, make_copy(out, whole[first : first + out.numel()])], [inner, whole])
 
 
 REDUCE_SCATTER = CollectiveOperation(
@@ -380,27 +388,27 @@ REDUCE_SCATTER = CollectiveOperation(
 def _library_reduce_scatter(
     binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int], reduction: Reduction
 ) -> Compiled:
-    result = torch.empty_like(out) if overlap(out, x) else out
-    send = typed(x.data_ptr(), x.numel(), x.dtype)
-    receive = typed(result.data_ptr(), result.numel(), x.dtype)
+    result = torch.empty_like(out) if shares_memory(out, x) else out
+    send = typed_buffer(x.data_ptr(), x.numel(), x.dtype)
+    receive = typed_buffer(result.data_ptr(), result.numel(), x.dtype)
     if min(blocks) == max(blocks):
         del send[1]  # the count, which would be that of a single block
         call = partial(binder.comm.Reduce_scatter_block, send, receive, reduction.operation.mpi)
     else:
         call = partial(binder.comm.Reduce_scatter, send, receive, list(blocks), reduction.operation.mpi)
-    back, keeps = ([], []) if result is out else ([copying(out, result)], [result])
-    moved = moved_by_library(binder.topology, "reduce_scatter", [n * x.element_size() for n in blocks])
-    return Compiled([call, *scaling(result, reduction), *back], keeps, moved=moved)
+    back, keeps = ([], []) if result is out else ([make_copy(out, result)], [result])
+    volume = library_volume(binder.topology, "reduce_scatter", [n * x.element_size() for n in blocks])
+    return Compiled([call, *make_scaling(result, reduction), *back], keeps, volume=volume)
 
 
-class Deferred:
+class DeferredReductions:
     """Deferred reduce_scatters of one communicator, and the events that carry their signals."""
 
     def __init__(self, comm: Dispatcher) -> None:
         self._watchdog = comm.process.watchdog
         self._record = self._watchdog.record(f"{comm.label} (deferred)", comm.world_ranks)
         self._events: dict[str, Event] = {}
-        self._begun = 0  # operations, for the journal
+        self._num_started = 0  # operations, for the traffic counters
 
     def reduce_scatter(self, comm: Dispatcher, out: Tensor, x: Tensor, op: str) -> SplitPhase | None:
         """Start a reduce_scatter that the caller waits for, and then releases, later (see `SplitPhase`). Collective.
@@ -423,20 +431,20 @@ class Deferred:
             label = self._record.label
             self._events = {event: Event(comm.duplicate_of_node(), label) for event in (COMPLETE, READ)}
         binder, key = comm.binder, ("deferred reduce_scatter", out.data_ptr(), x.data_ptr(), x.dtype, x.numel(), op)
-        phases = binder.bound(key, lambda: _bind_deferred(binder, x, out, op, self._events), out, x).parts
+        phases = binder.bind_cached(key, lambda: _bind_deferred(binder, x, out, op, self._events), out, x).parts
         note = None
         if comm.journal.on:
-            self._begun += 1
-            moved = Moved.sum(phase.moved for phase in phases)
-            note = Note(comm.journal, "reduce_scatter", comm.label, moved, self._record.key, self._begun)
+            self._num_started += 1
+            volume = Volume.sum(phase.volume for phase in phases)
+            note = Note(comm.journal, "reduce_scatter", comm.label, volume, self._record.key, self._num_started)
         return SplitPhase("deferred reduce_scatter", phases, (x, out), self._record, note)
 
-    def free(self, *, together: bool) -> None:
+    def free(self, *, collective: bool) -> None:
         """Release the resources of the operations.
 
         Args:
-            together: If true, all ranks can still act together, and the call is collective.
+            collective: True if all ranks can still act together; the call is then collective.
         """
-        for event in self._events.values() if together else ():
+        for event in self._events.values() if collective else ():
             event.free()
         self._watchdog.forget(self._record)

@@ -28,10 +28,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from mpitrain.comm import world as of_process
+from mpitrain.comm import world as world_module
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.job import connections, launcher
-from mpitrain.comm.job.abort import Faults, say
+from mpitrain.comm.job.abort import Faults, print_error
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology, ranks_in
 from mpitrain.comm.memory.arena import ArenaIndex
@@ -54,7 +54,7 @@ class UlfmFailures:
         neighbours: dict[int, tuple[int, int]],
         mpirun: int,
         silence: float,
-        connected: connections.Connections,
+        mpi_connections: connections.Connections,
     ) -> None:
         """Store the processes to watch.
 
@@ -63,17 +63,17 @@ class UlfmFailures:
             neighbours: Pid and pidfd of the other processes on this node, by rank in MPI_COMM_WORLD.
             mpirun: Pid of mpirun; 0 if it is not on this node.
             silence: Seconds after which a host that does not answer is considered lost.
-            connected: TCP connections of MPI.
+            mpi_connections: TCP connections of MPI.
         """
         self.processes: tuple[int, ...] = ()  # the rank in MPI_COMM_WORLD of each rank of the world
         self.host_lost = False  # true after a node was lost with all of its ranks
         self.nodes, self._neighbours = tuple(nodes), neighbours
         self.mpirun, self._silence = mpirun, silence
-        self.witness = Witness({process: fd for process, (_, fd) in neighbours.items()})
-        self._connections = connected
+        self.detector = FailureDetector({process: fd for process, (_, fd) in neighbours.items()})
+        self._connections = mpi_connections
         self._lock = threading.Lock()
         self._comms: list[MPI.Intracomm] = []
-        self._given_up = False
+        self._revoked = False
 
     def begin(self, comm: MPI.Intracomm, processes: Sequence[int]) -> None:
         """Watch the ranks of a new world from now on, and forget all communicators of the old one.
@@ -83,7 +83,7 @@ class UlfmFailures:
             processes: Rank in MPI_COMM_WORLD of each rank of `comm`.
         """
         with self._lock:
-            self.processes, self._comms, self._given_up = tuple(processes), [comm], False
+            self.processes, self._comms, self._revoked = tuple(processes), [comm], False
 
     def track(self, comm: MPI.Intracomm) -> MPI.Intracomm:
         """Return the communicator, after adding it to those that are revoked after a failure.
@@ -92,14 +92,14 @@ class UlfmFailures:
         """
         with self._lock:
             self._comms.append(comm)
-            if self._given_up and comm != MPI.COMM_NULL:
+            if self._revoked and comm != MPI.COMM_NULL:
                 comm.Revoke()
         return comm
 
-    def tracks(self, comm: MPI.Intracomm) -> bool:
+    def is_tracked(self, comm: MPI.Intracomm) -> bool:
         """Return True if a communicator belongs to the current world and no failure is known."""
         with self._lock:
-            return not self._given_up and comm in self._comms
+            return not self._revoked and comm in self._comms
 
     def forget(self, comm: MPI.Intracomm) -> bool:
         """Stop tracking a communicator that is about to be freed.
@@ -109,37 +109,37 @@ class UlfmFailures:
             or if it is the one by which failures are watched.
         """
         with self._lock:
-            if self._given_up or comm == self._comms[0] or comm not in self._comms:
+            if self._revoked or comm == self._comms[0] or comm not in self._comms:
                 return False
             self._comms = [other for other in self._comms if other != comm]
         return True
 
-    def give_up(self) -> None:
+    def revoke_all(self) -> None:
         """Revoke all communicators, which wakes every waiting rank. No operation of this world succeeds afterwards."""
         with self._lock:
-            self._given_up = True
+            self._revoked = True
             for comm in self._comms:
                 if comm != MPI.COMM_NULL:
                     comm.Revoke()
 
-    def look(self) -> None:
-        """Call `give_up` if a rank has died or has given the world up. A thread calls this periodically."""
+    def check(self) -> None:
+        """Call `revoke_all` if a rank has died or has given the world up. A thread calls this periodically."""
         if len(set(self.nodes)) > 1:
-            self._connections.limit(_RECOVERING if self._given_up else self._silence, now=self._given_up)
-        if not self._given_up and self.noticed():
-            self.give_up()
+            self._connections.limit(_RECOVERING if self._revoked else self._silence, now=self._revoked)
+        if not self._revoked and self.has_failure():
+            self.revoke_all()
 
-    def noticed(self) -> bool:
+    def has_failure(self) -> bool:
         """Return True if a rank is known to have died, or if any rank gave the world up."""
         with self._lock:
-            if self._given_up or self._comms[0].Is_revoked():
+            if self._revoked or self._comms[0].Is_revoked():
                 return True
             failed = self._comms[0].Get_failed()
             count = failed.size
             failed.Free()
         return bool(count)
 
-    def end_silent(self, comm: MPI.Intracomm, silent: Sequence[int], answering: Sequence[int]) -> bool:
+    def kill_silent(self, comm: MPI.Intracomm, silent: Sequence[int], answering: Sequence[int]) -> bool:
         """Kill the silent ranks that run on this node, unless `comm` no longer belongs to the current world.
 
         Args:
@@ -154,7 +154,7 @@ class UlfmFailures:
             if comm not in self._comms:
                 return True
             lost, others = ([self.processes[rank] for rank in ranks] for ranks in (silent, answering))
-        self.witness.silent.update(lost)
+        self.detector.silent.update(lost)
         self.kill(lost)
         alone = {self.nodes[process] for process in lost} - {self.nodes[process] for process in others}
         self.host_lost = self.host_lost or bool(alone)
@@ -167,7 +167,7 @@ class UlfmFailures:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._neighbours[process][1], signal.SIGKILL)
 
-    def free_mpirun(self, rank: int | None = None) -> None:
+    def end_mpirun_of_lost_host(self, rank: int | None = None) -> None:
         """End mpirun if it would wait for ever for the ranks of a lost host. Call this just before this process ends.
 
         Args:
@@ -181,7 +181,7 @@ class UlfmFailures:
             return
         process = self.processes[rank]
         if process == min(other for other in self.processes if self.nodes[other] == self.nodes[process]):
-            say("mpitrain: mpirun is ended, with exit code 137, if it still waits for the lost host in 5 s")
+            print_error("mpitrain: if mpirun still waits for the lost host in 5 s, it is ended with exit code 137")
             launcher.end_soon(self.mpirun)
 
 
@@ -220,7 +220,7 @@ def begin(world: Communicator) -> Communicator:
         InputError: The MPI library does not support this, or fault tolerance is off.
     """
     launcher.require_fault_tolerance(across_nodes=world.num_nodes > 1)
-    pids, mpiruns = zip(*world.all_gather_object([os.getpid(), launcher.find()]), strict=True)
+    pids, mpiruns = zip(*world.all_gather_object([os.getpid(), launcher.find_mpirun()]), strict=True)
     neighbours: dict[int, tuple[int, int]] = {}
     for rank in range(world.size):
         if world.nodes[rank] == world.node and rank != world.rank:
@@ -229,16 +229,16 @@ def begin(world: Communicator) -> Communicator:
     mpirun, silence = mpiruns[world.rank], min(_SILENCE, world.process.watchdog.timeout / 2)
     first = mpirun and world.rank == mpiruns.index(mpirun)
     if world.num_nodes > 1 and first and launcher.notices_silent_hosts(mpirun):
-        say(
-            "mpitrain: mpirun itself ends a job 8 minutes after a host fell silent, whatever the other ranks do; "
-            "to go on for longer add --prtemca oob_tcp_keepalive_time 0 to its options"
+        print_error(
+            "mpitrain: mpirun ends the job 8 minutes after a host stops answering, even if the other ranks continue; "
+            "to prevent this, start the job with mpirun --prtemca oob_tcp_keepalive_time 0"
         )
-    connected = connections.find(world.nodes, world.node, world.all_gather_object)
-    failures = UlfmFailures(world.nodes, neighbours, mpirun, silence, connected)
+    mpi_connections = connections.find(world.nodes, world.node, world.all_gather_object)
+    failures = UlfmFailures(world.nodes, neighbours, mpirun, silence, mpi_connections)
     comm = MPI.Intracomm(world._comm.Dup())
     failures.begin(comm, range(world.size))
-    new_world = _make(comm, world._topology, world, failures)
-    _replace(world, new_world)
+    new_world = _make_world(comm, world._topology, world, failures)
+    _replace_world(world, new_world)
     return new_world
 
 
@@ -252,39 +252,39 @@ def ranks_died(world: Communicator, error: BaseException) -> bool:
         error: Error that this rank has caught.
     """
     failures = _failures_of(world)
-    deadline = time.monotonic() + (_NOTICE if _of_communication(error) else _MOMENT)
-    while not failures.noticed():
+    deadline = time.monotonic() + (_NOTICE if _is_communication_error(error) else _MOMENT)
+    while not failures.has_failure():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.01)
     return True
 
 
-def noticed(world: Communicator) -> bool:
+def has_failure(world: Communicator) -> bool:
     """Return True if a rank is known to have died. Not collective; returns at once."""
-    return _failures_of(world).noticed()
+    return _failures_of(world).has_failure()
 
 
-def seconds_since(world: Communicator, lost: Sequence[int], otherwise: float) -> tuple[float, bool]:
+def seconds_since_failure(world: Communicator, lost: Sequence[int], fallback: float) -> tuple[float, bool]:
     """Return how many seconds ago the first lost rank failed, and whether that is an upper bound. Collective.
 
     Args:
         world: World made by `begin` or `shrink`.
         lost: Ranks in MPI_COMM_WORLD of the lost ranks, as far as this rank knows.
-        otherwise: Seconds since this rank last knew that all of them were alive. The largest value of all ranks is
+        fallback: Seconds since this rank last knew that all of them were alive. The largest value of all ranks is
             returned, as an upper bound, if no rank observed a failure: a whole host was lost, or a rank had stopped
             before it was killed.
     """
-    witness, now = _failures_of(world).witness, time.monotonic()
-    mine = [[process, now - witness.ended.get(process, now + 1)] for process in lost]  # negative: not seen
-    reports = world.all_gather_object([otherwise, mine, sorted(witness.silent)])
+    detector, now = _failures_of(world).detector, time.monotonic()
+    mine = [[process, now - detector.ended.get(process, now + 1)] for process in lost]  # negative: not seen
+    reports = world.all_gather_object([fallback, mine, sorted(detector.silent)])
     silent = {process for *_, processes in reports for process in processes}
     ago: dict[int, float] = {}
     for process, seconds in (pair for _, pairs, _ in reports for pair in pairs):
         ago[process] = max(seconds, ago.get(process, -1.0))
     if any(seconds < 0 or process in silent for process, seconds in ago.items()):
         return max(since for since, *_ in reports), True
-    return max(ago.values(), default=otherwise), False
+    return max(ago.values(), default=fallback), False
 
 
 def shrink(
@@ -305,7 +305,7 @@ def shrink(
     record.begin("shrink", None)
     comm, new_world = MPI.Intracomm(world._comm), None
     while new_world is None:
-        failures.give_up()
+        failures.revoke_all()
         try:
             comm = MPI.Intracomm(comm.Shrink())
         except MPI.Exception:
@@ -316,7 +316,7 @@ def shrink(
         if order is not None:
             ranks = [ranks[place] for place in order([world.nodes[rank] for rank in ranks])]
         failures.begin(comm, [before[rank] for rank in ranks])
-        new_world = _try_to_make(comm, ranks, world, failures)
+        new_world = _try_to_make_world(comm, ranks, world, failures)
         try:
             new_world = new_world if comm.Agree(int(new_world is not None)) else None  # unless all ranks have made it
         except MPI.Exception:  # a rank died during the agreement: raised on all ranks
@@ -328,7 +328,7 @@ def shrink(
     partitioned = tuple(process for process in lost if failures.nodes[process] not in alive)
     failures.host_lost = failures.host_lost or bool(partitioned)
     failures.kill(lost)  # a process that was only stopped must not come back
-    _replace(world, new_world)
+    _replace_world(world, new_world)
     return new_world, Loss(lost, left, partitioned)
 
 
@@ -364,7 +364,7 @@ def _failures_of(world: Communicator) -> UlfmFailures:
     return failures
 
 
-def _of_communication(error: BaseException | None) -> bool:
+def _is_communication_error(error: BaseException | None) -> bool:
     visited: set[int] = set()
     while error is not None and id(error) not in visited:
         if isinstance(error, (MPI.Exception, CommunicationError)):
@@ -374,21 +374,21 @@ def _of_communication(error: BaseException | None) -> bool:
     return False
 
 
-def _try_to_make(
+def _try_to_make_world(
     comm: MPI.Intracomm, ranks: Sequence[int], world: Communicator, failures: UlfmFailures
 ) -> Communicator | None:
     """Return a world of the ranks of `comm`; None if one died meanwhile. `ranks`: their old ranks, in new order."""
     try:
         if list(ranks) != sorted(ranks):
             comm = failures.track(MPI.Intracomm(comm.Split(0, ranks.index(world.rank))))
-        topology = replace(world._topology.of(ranks, comm.rank), world_ranks=tuple(range(comm.size)))
-        return _make(comm, topology, world, failures)
+        topology = replace(world._topology.subgroup(ranks, comm.rank), world_ranks=tuple(range(comm.size)))
+        return _make_world(comm, topology, world, failures)
     except MPI.Exception:
-        failures.give_up()  # other ranks may be waiting for this one
+        failures.revoke_all()  # other ranks may be waiting for this one
         return None
 
 
-def _make(comm: MPI.Intracomm, topology: Topology, before: Communicator, failures: UlfmFailures) -> Communicator:
+def _make_world(comm: MPI.Intracomm, topology: Topology, before: Communicator, failures: UlfmFailures) -> Communicator:
     faults = Faults(failures.track(MPI.Intracomm(comm.Dup())), partial(_end, failures), partial(_leave, comm, failures))
     asking = failures.track(MPI.Intracomm(comm.Dup()))
     watchdog = Watchdog(asking, before.process.watchdog.timeout, faults.end_job, failures)
@@ -400,20 +400,20 @@ def _make(comm: MPI.Intracomm, topology: Topology, before: Communicator, failure
     return Communicator(comm, topology, process, "world")
 
 
-def _replace(old: Communicator, new: Communicator) -> None:
+def _replace_world(old: Communicator, new: Communicator) -> None:
     """Transfer the duties of the old world's watchdog and fault handler to those of the new world."""
     old.process.watchdog.stop()
     old.process.progress.stop()
     old.process.faults.uninstall()
     new.process.faults.install()
     new.process.watchdog.start()
-    of_process.replace(new)
+    world_module.replace_world(new)
 
 
 def _end(failures: UlfmFailures, code: int) -> None:
     """Kill this process, so that the other ranks notice: MPI would wait for a process that ends with an exit code."""
     sys.stdout.flush()
-    failures.free_mpirun()
+    failures.end_mpirun_of_lost_host()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -422,14 +422,14 @@ def _leave(comm: MPI.Intracomm, failures: UlfmFailures, code: int) -> None:
     sys.stderr.flush()
     with suppress(MPI.Exception):
         comm.Barrier()
-    failures.free_mpirun(comm.rank)
+    failures.end_mpirun_of_lost_host(comm.rank)
     # a host that comes back would report the exit code to mpirun, which ends all other ranks for any code but 0
     if code != 0 and failures.host_lost and not failures.mpirun:
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(code)
 
 
-class Witness:
+class FailureDetector:
     """A thread that records when processes of this node end, to the millisecond. MPI reports only that they have ended.
 
     Attributes:
@@ -447,7 +447,7 @@ class Witness:
         self.ended: dict[int, float] = {}
         self.silent: set[int] = set()
         if self._watched:
-            threading.Thread(target=self._watch, name="mpitrain-witness", daemon=True).start()
+            threading.Thread(target=self._watch, name="mpitrain-failures", daemon=True).start()
 
     def _watch(self) -> None:
         poll = select.poll()

@@ -57,7 +57,7 @@ class Faults:
     def install(self) -> None:
         """Pass uncaught exceptions to `fail`."""
         sys.excepthook = self._hook
-        note_exit_status()
+        record_exit_status()
 
     def uninstall(self) -> None:
         """Restore the previous handling of uncaught exceptions."""
@@ -74,7 +74,7 @@ class Faults:
         code = exit_code(error)
         if self._comm.size == 1 or (isinstance(error, MpitrainError) and error.agreed):
             if self._comm.rank == 0:
-                say(text := self.describe(error, alone=True))
+                print_error(text := self.describe(error, alone=True))
                 launcher.repeat_last(text)
             self.before_leaving(code)
             self._leave(code)
@@ -107,7 +107,7 @@ class Faults:
         except MPI.Exception:  # ranks died before this one failed
             first = True
         if first:
-            say(text)
+            print_error(text)
             launcher.repeat_last(text)
         if self._end is not None:
             self._end(code)
@@ -141,7 +141,7 @@ def exit_code(error: BaseException) -> int:
     return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
 
 
-def say(text: str) -> None:
+def print_error(text: str) -> None:
     """Write text to stderr in one system call, so that messages of several ranks do not mix."""
     sys.stdout.flush()
     os.write(2, (printable(text, None, as_text=True) + "\n").encode(errors="replace"))
@@ -187,7 +187,7 @@ _NAP = 1e-4, 0.05  # seconds between checks for the other ranks, at first and at
 exit_status: Any = None  # last argument of sys.exit in this process
 
 
-def note_exit_status() -> None:
+def record_exit_status() -> None:
     """Wrap `sys.exit` to store its argument in `exit_status`, for use at interpreter exit. May be called twice."""
     original = sys.exit
     if hasattr(original, "__wrapped__"):
@@ -203,7 +203,7 @@ def note_exit_status() -> None:
     setattr(sys, "exit", leave)  # noqa: B010 - mypy knows that the original never returns
 
 
-def arrived(comm: MPI.Intracomm, tag: int) -> Iterator[tuple[int, Any]]:
+def receive_all(comm: MPI.Intracomm, tag: int) -> Iterator[tuple[int, Any]]:
     """Receive all JSON messages that have arrived, without waiting, and yield pairs (source rank, value).
 
     Args:
@@ -224,27 +224,27 @@ class Departure:
     Attributes:
         rank: World rank.
         code: Exit code that it requested.
-        done: Number of its last operation on each communicator, by record key.
-        noticed: `time.monotonic()` when this rank learned of it.
+        last_sequences: Number of its last operation on each communicator, by record key.
+        noticed_at: `time.monotonic()` when this rank learned of it.
     """
 
     rank: int
     code: int
-    done: dict[str, int]
-    noticed: float  # time.monotonic()
+    last_sequences: dict[str, int]
+    noticed_at: float  # time.monotonic()
 
-    def fails(self, record: Record, now: float) -> bool:
+    def blocks(self, record: Record, now: float) -> bool:
         """Return True if the current operation of this rank can never complete because of the departure.
 
         Args:
             record: Record of the operation.
             now: Current `time.monotonic()`.
         """
-        if not record.since or now - record.since < _MOMENT or now - self.noticed < _MOMENT:
+        if not record.since or now - record.since < _MOMENT or now - self.noticed_at < _MOMENT:
             return False
         if record.awaited:
             return self.rank in record.awaited
-        return self.rank in record.members and self.done.get(record.key, record.sequence) < record.sequence
+        return self.rank in record.members and self.last_sequences.get(record.key, record.sequence) < record.sequence
 
     def text(self, record: Record, rank: int, line: str) -> str:
         """Return the message for a job that ends because of this departure.
@@ -256,8 +256,8 @@ class Departure:
         """
         code = f" with exit code {self.code}" if self.code else ""
         return (
-            f"mpitrain: rank {self.rank} left: its interpreter ended{code} while rank {rank} waits for it at {line}, "
-            f"in {record.text()}; every rank must make the same calls, or raise an error to end them all"
+            f"mpitrain: rank {self.rank} has left: its Python interpreter ended{code} while rank {rank} waits for it "
+            f"at {line}, in {record.text()}; every rank must make the same calls, or raise an error to end them all"
         )
 
 
@@ -272,10 +272,10 @@ class Departures:
             records: Function that returns the records of this rank's operations.
         """
         self._comm, self._records = comm, records
-        self._known: dict[int, Departure] = {}
-        self._own: list[dict[str, Any]] = []  # this rank's departure, not sent yet
-        self._sending: list[tuple[MPI.Request, np.ndarray]] = []  # MPI reads the arrays until they have left
-        self._suspect: tuple[Record, float] | None = None
+        self._departures: dict[int, Departure] = {}
+        self._unsent: list[dict[str, Any]] = []  # this rank's departure, not sent yet
+        self._pending_sends: list[tuple[MPI.Request, np.ndarray]] = []  # MPI reads the arrays until they have left
+        self._suspected: tuple[Record, float] | None = None
 
     def wait_for_all(self, code: int | None = None) -> None:
         """Wait until every rank has called this at the end of its program.
@@ -292,37 +292,37 @@ class Departures:
                 status, is_announced = exit_status if code is None else code, True
                 own_code = status if isinstance(status, int) else int(status is not None)
                 sequences = {record.key: record.sequence for record in self._records() if record.members}
-                self._own = [{"rank": self._comm.rank, "code": own_code, "done": sequences}]
+                self._unsent = [{"rank": self._comm.rank, "code": own_code, "last_sequences": sequences}]
             time.sleep(nap)
             nap = min(2 * nap, _NAP[1])
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Receive news of departures; rank 0 also forwards them. A thread calls this periodically."""
-        self._sending = [(request, text) for request, text in self._sending if not request.Test()]
-        own_news, self._own = self._own, []
-        if own_news:
-            self._send(own_news, [0])
-        news = [departure for _, several in arrived(self._comm, _TAG) for departure in several]
+        self._pending_sends = [(request, text) for request, text in self._pending_sends if not request.Test()]
+        unsent, self._unsent = self._unsent, []
+        if unsent:
+            self._send(unsent, [0])
+        news = [departure for _, several in receive_all(self._comm, _TAG) for departure in several]
         for departure in news:
             if departure["rank"] != self._comm.rank:
-                self._known[departure["rank"]] = Departure(**departure, noticed=time.monotonic())
+                self._departures[departure["rank"]] = Departure(**departure, noticed_at=time.monotonic())
         if news and self._comm.rank == 0:
-            self._send(news, (r for r in range(1, self._comm.size) if r not in self._known))
+            self._send(news, (r for r in range(1, self._comm.size) if r not in self._departures))
 
-    def in_vain(self) -> tuple[Record, Departure] | None:
+    def find_blocked(self) -> tuple[Record, Departure] | None:
         """Return the operation that can never complete, and the departure that causes this; None if there is none.
 
         The condition must hold in two calls in a row.
         """
         now = time.monotonic()
-        for record in self._records() if self._known else ():
-            failing = [left for left in list(self._known.values()) if left.fails(record, now)]
-            if failing and len(failing) >= len(record.awaited):  # all of the ranks that could have ended the wait left
-                before, self._suspect = self._suspect, (record, record.since)
-                return (record, failing[0]) if self._suspect == before else None
-        self._suspect = None
+        for record in self._records() if self._departures else ():
+            blocking = [departure for departure in list(self._departures.values()) if departure.blocks(record, now)]
+            if blocking and len(blocking) >= len(record.awaited):  # no rank that could end the wait is left
+                before, self._suspected = self._suspected, (record, record.since)
+                return (record, blocking[0]) if self._suspected == before else None
+        self._suspected = None
         return None
 
     def _send(self, news: list[dict[str, Any]], ranks: Iterable[int]) -> None:
         text = np.frombuffer(json.dumps(news).encode(), dtype=np.uint8)
-        self._sending += [(self._comm.Isend(text, rank, _TAG), text) for rank in ranks]
+        self._pending_sends += [(self._comm.Isend(text, rank, _TAG), text) for rank in ranks]

@@ -45,17 +45,17 @@ _STATES = {"T": "is stopped", "t": "is stopped", "D": "waits for a disk", "Z": "
 
 def is_due() -> bool:
     """Return True if MPI is not started yet and the job has other ranks, which must start it too."""
-    return "mpi4py.MPI" not in sys.modules and _number(os.environ, _SIZES) > 1
+    return "mpi4py.MPI" not in sys.modules and _read_number(os.environ, _SIZES) > 1
 
 
 def launched_rank() -> int:
     """Return the rank that the launcher gave this process, without starting MPI; 0 if there is no launcher."""
-    return max(0, _number(os.environ, RANK_NAMES))
+    return max(0, _read_number(os.environ, RANK_NAMES))
 
 
 def start_mpi() -> None:
     """Import mpi4py.MPI and initialize MPI as that import does, but report ranks that do not arrive."""
-    with watched(limit(_DEFAULT)):
+    with require_all_ranks(start_timeout(_DEFAULT)):
         import mpi4py
 
         rc = mpi4py.rc
@@ -84,22 +84,24 @@ def _initialize(level: int) -> None:
         return
     code = library.MPI_Init_thread(None, None, ctypes.c_int(level), ctypes.byref(ctypes.c_int()))
     if code != MPI.SUCCESS:
-        raise InputError(f"MPI_Init_thread failed with code {code}; does mpirun belong to the MPI of mpi4py?")
+        raise InputError(
+            f"MPI_Init_thread failed with code {code}; check that mpirun belongs to the MPI library that mpi4py uses"
+        )
 
 
 @contextmanager
-def watched(seconds: float, among: Collection[int] = ()) -> Iterator[None]:
+def require_all_ranks(seconds: float, ranks: Collection[int] = ()) -> Iterator[None]:
     """End this process with an error message unless all ranks complete the body of the `with` statement in time.
 
     Args:
         seconds: Time limit of the body.
-        among: Ranks that must arrive, as the launcher numbers them; empty for all ranks of the job.
+        ranks: Ranks that must arrive, as the launcher numbers them; empty for all ranks of the job.
     """
-    if _number(os.environ, _SIZES) < 2:
+    if _read_number(os.environ, _SIZES) < 2:
         yield
         return
     complete = threading.Event()
-    thread = threading.Thread(target=_watch, args=(complete, seconds, among), daemon=True)
+    thread = threading.Thread(target=_watch, args=(complete, seconds, ranks), daemon=True)
     thread.start()
     try:
         yield
@@ -108,7 +110,7 @@ def watched(seconds: float, among: Collection[int] = ()) -> Iterator[None]:
         thread.join()  # a thread of this name would mean that the start is not complete
 
 
-def limit(timeout: float) -> float:
+def start_timeout(timeout: float) -> float:
     """Return how many seconds ranks have to reach the start of MPI.
 
     Args:
@@ -120,40 +122,39 @@ def limit(timeout: float) -> float:
         return max(timeout, MIN_START_TIMEOUT)
 
 
-def _watch(complete: threading.Event, seconds: float, among: Collection[int]) -> None:
+def _watch(complete: threading.Event, seconds: float, ranks: Collection[int]) -> None:
     me = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
     try:
         me.write_text(_THREAD)
     except OSError:
         return
-    size, deadline = _number(os.environ, _SIZES), time.monotonic() + seconds
-    gone: list[str] = []
-    siblings = Siblings(os.getpid(), among or range(size))
+    size, deadline = _read_number(os.environ, _SIZES), time.monotonic() + seconds
+    absent: list[str] = []
+    siblings = Siblings(os.getpid(), ranks or range(size))
     while not complete.wait(max(0.0, min(_LOOK, deadline - time.monotonic()))):
-        before, gone = gone, siblings.gone()
-        confirmed = [name for name in gone if name in before]
+        before, absent = absent, siblings.missing()
+        confirmed = [name for name in absent if name in before]
         if confirmed:
-            message = (
-                f"{' and '.join(confirmed)} of {size} is gone from {os.uname().nodename}: ended or killed before all "
-            )
-            _speak(complete, f"{message}ranks had come to the start of MPI; start the job again")
+            names, host = " and ".join(confirmed), os.uname().nodename
+            message = f"{names} of {size} ended (possibly killed) on {host} before all ranks reached the start of MPI"
+            _report(complete, f"{message}; start the job again")
             return
         if time.monotonic() >= deadline:
             break
     else:
         return
-    places = [place for place in neighbours(os.getpid()) if not among or place.rank in among]
-    missing = [place for place in places if not place.waits]
-    message = f"not all {len(among) or size} ranks came to the start of MPI in {seconds:.0f} s (comm.timeout): "
+    places = [place for place in neighbours(os.getpid()) if not ranks or place.rank in ranks]
+    missing = [place for place in places if not place.is_waiting]
+    message = f"not all {len(ranks) or size} ranks reached the start of MPI in {seconds:.0f} s (comm.timeout): "
     if missing:
         message += "; ".join(place.text() for place in missing)
     else:
-        ranks = ", ".join(str(place.rank) for place in places)
-        message += f"those of this host that can be seen did ({ranks}); look at the other hosts"
-    _speak(complete, message, later=not missing)
+        arrived = ", ".join(str(place.rank) for place in places)
+        message += f"the visible ranks of this host did ({arrived}); check the other hosts"
+    _report(complete, message, later=not missing)
 
 
-def _speak(complete: threading.Event, what: str, *, later: bool = False) -> None:
+def _report(complete: threading.Event, what: str, *, later: bool = False) -> None:
     """Print why the start is not complete, unless another rank of this host does, and end this process.
 
     Args:
@@ -161,17 +162,17 @@ def _speak(complete: threading.Event, what: str, *, later: bool = False) -> None
         what: Reason to print.
         later: If true, let ranks with more information print first.
     """
-    rank = _number(os.environ, RANK_NAMES)
-    waiting = [place.rank for place in neighbours(os.getpid()) if place.waits]
+    rank = _read_number(os.environ, RANK_NAMES)
+    waiting = [place.rank for place in neighbours(os.getpid()) if place.is_waiting]
     turn = (waiting.index(rank) if rank in waiting else 0) + (len(waiting) if later else 0)
     if complete.wait(_TURN * min(turn, 5)):
         return
     if not turn or waiting[0] in [place.rank for place in neighbours(os.getpid())]:
-        end(f"mpitrain: rank {rank}: {what}")
+        abort_start(f"mpitrain: rank {rank}: {what}")
     os._exit(EXIT_FAILED)  # the other rank has printed its message and ended; mpirun has not ended this one yet
 
 
-def end(text: str) -> NoReturn:
+def abort_start(text: str) -> NoReturn:
     """Print why the start failed and end this process. With fault tolerance, also end mpirun.
 
     Args:
@@ -179,7 +180,7 @@ def end(text: str) -> NoReturn:
     """
     os.write(2, (text + "\n").encode())
     launcher.repeat_last(text)
-    if launcher.tolerates_faults() and (mpirun := launcher.find()):
+    if launcher.tolerates_faults() and (mpirun := launcher.find_mpirun()):
         launcher.end_soon(mpirun)
     time.sleep(0.2)
     os._exit(EXIT_FAILED)
@@ -196,27 +197,27 @@ class Siblings:
             expected: Ranks that must be running.
         """
         self._expected = expected
-        self._daemon = _daemon(process)
+        self._daemon = _find_daemon(process)
         self._children = f"{self._daemon}/task/{self._daemon}/children"  # proc_pid_children(5)
         self._text = ""
         self._size = 0  # ranks that were started here; 0 where that is not known
         self._started: set[int] = set()  # ranks
         self._running: set[int] = set()
 
-    def gone(self) -> list[str]:
+    def missing(self) -> list[str]:
         """Return the names of this host's ranks whose process has ended; empty if that cannot be determined."""
         text = proc.read(self._children)
         if text and text != self._text:
             self._text = text
-            environments = [_environment(child) for child in map(int, text.split())]
-            ranks = [environment for environment in environments if _number(environment, RANK_NAMES) >= 0]
-            self._running = {_number(environment, RANK_NAMES) for environment in ranks}
-            self._size = max((_number(environment, (_LOCAL_SIZE,)) for environment in ranks), default=0)
+            environments = [_read_environment(child) for child in map(int, text.split())]
+            ranks = [environment for environment in environments if _read_number(environment, RANK_NAMES) >= 0]
+            self._running = {_read_number(environment, RANK_NAMES) for environment in ranks}
+            self._size = max((_read_number(environment, (_LOCAL_SIZE,)) for environment in ranks), default=0)
             self._started |= self._running
-            if ranks and self._size == _number(ranks[0], _SIZES):
+            if ranks and self._size == _read_number(ranks[0], _SIZES):
                 self._started |= set(range(self._size))
         names = [f"rank {rank}" for rank in sorted(self._started - self._running) if rank in self._expected]
-        of_whole_job = len(self._expected) == _number(os.environ, _SIZES)
+        of_whole_job = len(self._expected) == _read_number(os.environ, _SIZES)
         unseen = of_whole_job and self._running and self._size > len(self._started)
         return [*names, "a rank"] if unseen else names
 
@@ -229,60 +230,60 @@ class StartingRank:
         rank: Rank number.
         process: Pid.
         state: Process state, as the kernel's letter (R, S, D, T, t or Z).
-        arrived: True if the rank has reached the start of MPI.
+        has_arrived: True if the rank has reached the start of MPI.
     """
 
     rank: int
     process: int
     state: str
-    arrived: bool
+    has_arrived: bool
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """True if the rank has reached the start of MPI and its process runs."""
-        return self.arrived and self.state not in "TtZ"
+        return self.has_arrived and self.state not in "TtZ"
 
     def text(self) -> str:
         """Return a description, for error messages, of what keeps the rank from the start of MPI."""
-        doing = _STATES.get(self.state, "has not come so far")
+        doing = _STATES.get(self.state, "has not reached it yet")
         command = command_of(self.process) or "gone"
         return f"rank {self.rank} ({command}, process {self.process} on {os.uname().nodename}) {doing}"
 
 
 def neighbours(process: int) -> list[StartingRank]:
     """Return the ranks on this host that belong to the same job as a process, in order of rank."""
-    daemon = _daemon(process)
+    daemon = _find_daemon(process)
     ranks: dict[int, StartingRank] = {}
     for entry in sorted(proc.processes(), reverse=True):
-        rank = _number(_environment(entry), RANK_NAMES)
-        if rank < 0 or _daemon(entry) != daemon:
+        rank = _read_number(_read_environment(entry), RANK_NAMES)
+        if rank < 0 or _find_daemon(entry) != daemon:
             continue
-        place = StartingRank(rank, entry, state_and_parent_of(entry)[0], _arrived(entry))
+        place = StartingRank(rank, entry, state_and_parent_of(entry)[0], _has_arrived(entry))
         previous = ranks.get(rank)  # several processes may carry one rank: a shell, its Python, and their children
-        if previous is None or place.arrived or (not previous.arrived and previous.state not in "Tt"):
+        if previous is None or place.has_arrived or (not previous.has_arrived and previous.state not in "Tt"):
             ranks[rank] = place
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-def _daemon(process: int) -> int:
+def _find_daemon(process: int) -> int:
     """Return the pid of the launcher's daemon on this host: the nearest ancestor of `process` without a rank."""
-    while process > 1 and _number(_environment(process), RANK_NAMES) >= 0:
+    while process > 1 and _read_number(_read_environment(process), RANK_NAMES) >= 0:
         _, process = state_and_parent_of(process)
     return process
 
 
-def _number(environment: Mapping[str, str], names: tuple[str, ...]) -> int:
+def _read_number(environment: Mapping[str, str], names: tuple[str, ...]) -> int:
     """Return the value of the first variable that is a number; -1 if none is."""
     return next((int(environment[name]) for name in names if environment.get(name, "").isdigit()), -1)
 
 
-def _environment(process: int) -> dict[str, str]:
+def _read_environment(process: int) -> dict[str, str]:
     """Return the environment with which a process was started; empty if it cannot be read."""
     entries = proc.read(f"{process}/environ").split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
-def _arrived(process: int) -> bool:
+def _has_arrived(process: int) -> bool:
     try:
         names = [task.read_text().strip() for task in Path(f"/proc/{process}/task").glob("*/comm")]
     except OSError:

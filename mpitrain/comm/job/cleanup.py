@@ -42,7 +42,7 @@ _SESSION = re.compile(r"ompi\.\d+")
 _PART = re.compile(r"pid\.\d+")
 _MIB = 1 << 20
 _WHOLE_MACHINE = 0xEFFFFFFC  # PID_NS_INIT_INO of linux/nsfs.h: the namespace that sees every process
-_OF_ONE_HOST = frozenset(("btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"))
+_LOCAL_SYSTEMS = frozenset(("btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"))
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Leftover:
         path: The segment or folder.
         files: All files and folders that it consists of.
         nbytes: Disk space or memory that these occupy, in bytes.
-        unseen: Reason why its use cannot be determined from this process; empty if it can.
+        skip_reason: Reason why its use cannot be determined from this process; empty if it can.
     """
 
     path: Path
     files: tuple[Path, ...]
     nbytes: int
-    unseen: str = ""
+    skip_reason: str = ""
 
 
 def clean(arguments: Sequence[str]) -> int:
@@ -76,11 +76,11 @@ def clean(arguments: Sequence[str]) -> int:
     """
     unknown = [a for a in arguments if a not in ("--clean", "--dry-run")]
     if unknown:
-        raise InputError(f"mpitrain.doctor has no {unknown[0]}; use --check, --tune or --clean [--dry-run]")
+        raise InputError(f"mpitrain.doctor has no option {unknown[0]}; use --check, --tune or --clean [--dry-run]")
     dry = "--dry-run" in arguments
     folders = list(dict.fromkeys([Path(SHARED_MEMORY), Path("/tmp"), Path(tempfile.gettempdir())]))
-    leftovers = list(candidates(folders))
-    dead = unused(leftovers)
+    leftovers = list(find_leftovers(folders))
+    dead = find_unused(leftovers)
     failed, freed = 0, 0
     for leftover in dead:
         reason = "" if dry else _remove(leftover)
@@ -88,42 +88,43 @@ def clean(arguments: Sequence[str]) -> int:
         print(f"{leftover.nbytes / _MIB:10.2f} MiB  {leftover.path}{reason}", flush=True)
     verb = "would remove" if dry else "removed"
     where = ", ".join(map(str, folders))
-    unseen = Counter(leftover.unseen for leftover in leftovers if leftover.unseen)
-    print(f"{verb} {len(dead) - failed} of dead jobs, {freed / _MIB:.2f} MiB, in {where}")
-    print(f"left {len(leftovers) - len(dead) - unseen.total()} that live processes use")
-    for reason, number in unseen.items():
-        print(f"left session folders that may be in use ({number}): {reason}")
+    skipped = Counter(leftover.skip_reason for leftover in leftovers if leftover.skip_reason)
+    print(f"{verb} {len(dead) - failed} files and folders of dead jobs, {freed / _MIB:.2f} MiB, in {where}")
+    print(f"kept {len(leftovers) - len(dead) - skipped.total()} that live processes use")
+    for reason, number in skipped.items():
+        print(f"kept session folders that may be in use ({number}): {reason}")
     return EXIT_FAILED if failed else EXIT_DONE
 
 
-def candidates(folders: Iterable[Path]) -> Iterator[Leftover]:
+def find_leftovers(folders: Iterable[Path]) -> Iterator[Leftover]:
     """Yield the segments and session folders of this user's MPI jobs, dead or alive, in `folders`."""
     for folder in folders:
-        for path in _named(folder, _SEGMENT, stat.S_ISREG):
-            yield Leftover(path, (path,), _occupied(path))
-        unseen = _out_of_sight(folder)
-        sessions = [(path, unseen) for path in _named(folder, _SESSION, stat.S_ISDIR)]
-        for parent in _named(folder, re.compile(rf"ompi\..+\.{os.getuid()}"), stat.S_ISDIR):
+        for path in _matching_entries(folder, _SEGMENT, stat.S_ISREG):
+            yield Leftover(path, (path,), _allocated_bytes(path))
+        skip_reason = _reason_users_are_hidden(folder)
+        sessions = [(path, skip_reason) for path in _matching_entries(folder, _SESSION, stat.S_ISDIR)]
+        for parent in _matching_entries(folder, re.compile(rf"ompi\..+\.{os.getuid()}"), stat.S_ISDIR):
             host = parent.name.removeprefix("ompi.").rpartition(".")[0]
             is_local = host.partition(".")[0] == os.uname().nodename.partition(".")[0]
-            reason = unseen or ("" if is_local else f"they are of the host {host}; run it there")
-            sessions += [(path, reason) for path in _named(parent, _PART, stat.S_ISDIR)]
+            reason = skip_reason or ("" if is_local else f"they belong to host {host}; run the command there")
+            sessions += [(path, reason) for path in _matching_entries(parent, _PART, stat.S_ISDIR)]
         for path, reason in sessions:
             files = tuple(_tree(path))
-            yield Leftover(path, files, sum(map(_occupied, files)), reason)
+            yield Leftover(path, files, sum(map(_allocated_bytes, files)), reason)
 
 
-def _out_of_sight(folder: Path) -> str:
+def _reason_users_are_hidden(folder: Path) -> str:
     """Return why users of files in this folder may be invisible to this process; empty if all are visible."""
     try:
         whole = os.stat("/proc/self/ns/pid").st_ino == _WHOLE_MACHINE and os.readlink("/proc/self") == str(os.getpid())
     except OSError:
         whole = False
     if not whole:
-        return "processes outside of this container are not seen here; run it on the node itself"
+        return "processes outside this container are not visible here; run the command on the node itself"
     kind = _file_system(folder)
-    if kind not in _OF_ONE_HOST:
-        return f"{folder} ({kind or 'of unknown kind'}) may be shared by other hosts; remove what is dead by hand"
+    if kind not in _LOCAL_SYSTEMS:
+        kind = kind or "of unknown kind"
+        return f"{folder} ({kind}) may be shared by other hosts; remove files of dead jobs there by hand"
     return ""
 
 
@@ -138,7 +139,7 @@ def _file_system(folder: Path) -> str:
     return kind
 
 
-def _named(folder: Path, pattern: re.Pattern[str], kind: Callable[[int], bool]) -> Iterator[Path]:
+def _matching_entries(folder: Path, pattern: re.Pattern[str], kind: Callable[[int], bool]) -> Iterator[Path]:
     """Yield this user's entries of a folder whose name matches `pattern` and whose file mode satisfies `kind`."""
     for path in sorted(_entries(folder)):
         status = _status(path) if pattern.fullmatch(path.name) else None
@@ -146,18 +147,18 @@ def _named(folder: Path, pattern: re.Pattern[str], kind: Callable[[int], bool]) 
             yield path
 
 
-def unused(found: Sequence[Leftover]) -> list[Leftover]:
-    """Return the leftovers in `found` that no process uses. Collect `found` before the call, not lazily."""
-    open_files = held_by_processes()
+def find_unused(leftovers: Sequence[Leftover]) -> list[Leftover]:
+    """Return those of the leftovers that no process uses. Collect `leftovers` before the call, not lazily."""
+    open_files = find_open_files()
 
-    def dead(one: Leftover) -> bool:
-        if any(is_among(path, open_files) for path in one.files):
+    def is_dead(one: Leftover) -> bool:
+        if any(is_in_use(path, open_files) for path in one.files):
             return False
         if _SEGMENT.fullmatch(one.path.name):
             return not _is_open(one.path)
-        return not (one.unseen or _launcher_lives(one.path))
+        return not (one.skip_reason or _is_launcher_alive(one.path))
 
-    return [one for one in found if dead(one)]
+    return [one for one in leftovers if is_dead(one)]
 
 
 def _is_open(path: Path) -> bool:
@@ -180,7 +181,7 @@ def _is_open(path: Path) -> bool:
     return False
 
 
-def held_by_processes() -> set[str | tuple[int, int]]:
+def find_open_files() -> set[str | tuple[int, int]]:
     """Return the files that live processes have open or mapped, as paths and as (device, inode) pairs.
 
     Both forms are needed because a file's path or its device number may differ between mounts. Processes of other users
@@ -205,7 +206,7 @@ def held_by_processes() -> set[str | tuple[int, int]]:
     return files
 
 
-def _launcher_lives(path: Path) -> bool:
+def _is_launcher_alive(path: Path) -> bool:
     """Return True if the process whose PID is in a session folder's name exists, even if /proc hides it."""
     try:
         with suppress(PermissionError):
@@ -237,20 +238,20 @@ def _status(path: Path) -> os.stat_result | None:
         return None
 
 
-def _occupied(path: Path) -> int:
+def _allocated_bytes(path: Path) -> int:
     status = _status(path)
     return 0 if status is None else status.st_blocks * 512
 
 
-def is_among(path: Path, held: set[str | tuple[int, int]]) -> bool:
+def is_in_use(path: Path, open_files: set[str | tuple[int, int]]) -> bool:
     """Return True if a live process has a file open or mapped.
 
     Args:
         path: File to check.
-        held: Files in use, as returned by `held_by_processes`.
+        open_files: Files in use, as returned by `find_open_files`.
     """
     status = _status(path)
-    return status is not None and (str(path) in held or (status.st_dev, status.st_ino) in held)
+    return status is not None and (str(path) in open_files or (status.st_dev, status.st_ino) in open_files)
 
 
 def _remove(leftover: Leftover) -> str:

@@ -27,12 +27,12 @@ from typing import Any
 from mpitrain.comm.job import arrival
 from mpitrain.storage import proc
 
-_AGAIN = 2.0  # seconds between searches for new connections
+_SEARCH_INTERVAL = 2.0  # seconds between searches for new connections
 _DESCRIPTORS = "/proc/self/fd"
-_CALLING = "02"  # SYN_SENT in /proc/net/tcp
+_SYN_SENT = "02"  # SYN_SENT in /proc/net/tcp
 _LOCAL = re.compile(r"\|-- (\S+)\s+/32 host LOCAL")  # in /proc/net/fib_trie
 
-End = tuple[str, int]  # address and port
+Endpoint = tuple[str, int]  # address and port
 
 
 @functools.cache
@@ -45,12 +45,12 @@ def start_mpi() -> frozenset[int]:
         of_python = [candidate.fileno() for candidate in gc.get_objects() if issubclass(type(candidate), socket.socket)]
         others = {_socket_at(str(descriptor)) for descriptor in of_python}
     else:
-        others = set(_listening())
+        others = set(_listening_ports())
     if arrival.is_due():
         arrival.start_mpi()
     from mpi4py import MPI  # noqa: F401
 
-    return frozenset(port for name, port in _listening().items() if name not in others)
+    return frozenset(port for name, port in _listening_ports().items() if name not in others)
 
 
 def find(nodes: Sequence[int], node: int, all_gather_object: Callable[[Any], list[Any]]) -> Connections:
@@ -62,28 +62,28 @@ def find(nodes: Sequence[int], node: int, all_gather_object: Callable[[Any], lis
         all_gather_object: `Communicator.all_gather_object` of the world.
     """
     reports = all_gather_object([sorted(start_mpi()), _addresses()])
-    far = {
+    remote_endpoints = {
         (address, port)
         for rank, (ports, addresses) in enumerate(reports)
         for address in addresses
         for port in ports
         if nodes[rank] == node or not ipaddress.ip_address(address).is_loopback
     }
-    return Connections(start_mpi(), frozenset(far))
+    return Connections(start_mpi(), frozenset(remote_endpoints))
 
 
 class Connections:
     """TCP connections of MPI from this process to others."""
 
-    def __init__(self, near: frozenset[int], far: frozenset[End]) -> None:
+    def __init__(self, local_ports: frozenset[int], remote_endpoints: frozenset[Endpoint]) -> None:
         """Store the addresses by which MPI's connections are recognized.
 
         Args:
-            near: Ports of this process at which MPI listens.
-            far: Addresses and ports at which MPI listens on other ranks.
+            local_ports: Ports of this process at which MPI listens.
+            remote_endpoints: Addresses and ports at which MPI listens on other ranks.
         """
-        self._near, self._far = near, far
-        self._limited = 0.0  # time.monotonic() of the last search
+        self._local_ports, self._remote_endpoints = local_ports, remote_endpoints
+        self._last_search = 0.0  # time.monotonic() of the last search
 
     def limit(self, seconds: float, *, now: bool = False) -> None:
         """Set the time limit on all current connections. Call it periodically, because MPI connects on demand.
@@ -92,13 +92,14 @@ class Connections:
             seconds: Time after which a connection that gets no answer is closed.
             now: If true, search for new connections even if the last search was a moment ago.
         """
-        if not now and time.monotonic() - self._limited < _AGAIN:
+        if not now and time.monotonic() - self._last_search < _SEARCH_INTERVAL:
             return
-        self._limited = time.monotonic()
+        self._last_search = time.monotonic()
         for name, connection in _connections():
             with suppress(OSError):  # closed meanwhile
-                if connection.getsockname()[1] in self._near or _far_end(name, connection) in self._far:
-                    _limit(connection, seconds)
+                is_listed = connection.getsockname()[1] in self._local_ports
+                if is_listed or _remote_endpoint(name, connection) in self._remote_endpoints:
+                    _set_time_limit(connection, seconds)
 
 
 def _socket_at(descriptor: str) -> str:
@@ -119,31 +120,31 @@ def _connections() -> Iterator[tuple[str, socket.socket]]:
                     yield name, connection
 
 
-def _listening() -> dict[str, int]:
+def _listening_ports() -> dict[str, int]:
     """Return the ports at which this process listens, by socket name."""
-    return {name: connection.getsockname()[1] for name, connection in _connections() if _listens(connection)}
+    return {name: connection.getsockname()[1] for name, connection in _connections() if _is_listening(connection)}
 
 
-def _listens(connection: socket.socket) -> bool:
+def _is_listening(connection: socket.socket) -> bool:
     return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _far_end(name: str, connection: socket.socket) -> End | None:
+def _remote_endpoint(name: str, connection: socket.socket) -> Endpoint | None:
     """Return the remote end of a connection, even if it is not established yet; None for a listening socket."""
     try:
         address, port = connection.getpeername()[:2]
         return address.partition("%")[0], port  # without the interface of a link-local address
     except OSError:
-        return None if _listens(connection) else _called().get(name)
+        return None if _is_listening(connection) else _pending_endpoints().get(name)
 
 
-def _called() -> dict[str, End]:
+def _pending_endpoints() -> dict[str, Endpoint]:
     """Return the remote ends of this host's connection attempts that have had no answer yet, by socket name."""
     called = {}
     for table in ("tcp", "tcp6"):
         for row in proc.read(f"self/net/{table}").splitlines():
             fields = row.split()
-            if fields[3] == _CALLING:
+            if fields[3] == _SYN_SENT:
                 address, _, port = fields[2].partition(":")
                 words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
                 called[f"socket:[{fields[9]}]"] = str(ipaddress.ip_address(b"".join(words))), int(port, 16)
@@ -157,7 +158,7 @@ def _addresses() -> list[str]:
     return sorted({*_LOCAL.findall(proc.read("net/fib_trie")), *of_6})
 
 
-def _limit(connection: socket.socket, seconds: float) -> None:
+def _set_time_limit(connection: socket.socket, seconds: float) -> None:
     tcp = socket.IPPROTO_TCP
     connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
     connection.setsockopt(tcp, socket.TCP_KEEPIDLE, max(1, round(seconds / 2)))

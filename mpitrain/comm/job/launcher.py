@@ -36,9 +36,11 @@ _SETTING = "OMPI_MCA_mpi_ft_enable"  # what mpirun --with-ft ulfm sets
 _COLLECTIVES = "OMPI_MCA_coll"  # Open MPI's components for collectives to use, or after ^ not to use
 _ENABLED = ("1", "t", "true", "y", "yes", "enabled")  # values of a logical setting of Open MPI
 _PATIENCE = 5  # seconds in which mpirun ends by itself if it knows that all ranks have ended
-_ORDERLY = 2  # seconds after SIGTERM for mpirun to end its daemons; it hangs if the lost host's daemon does not answer
-_AGAIN = "the cause, from above: "
-_LONGEST = 60  # seconds in which mpirun ends, once a rank has failed
+_TERM_SECONDS = (
+    2  # seconds after SIGTERM for mpirun to end its daemons; it hangs if the lost host's daemon does not answer
+)
+_REPEAT_PREFIX = "the cause, from above: "
+_MAX_WAIT = 60  # seconds in which mpirun ends, once a rank has failed
 # The helper imports no site-packages and no mpitrain. A pidfd (Linux 5.3) signals the end of any process, not only of
 # a child.
 _HELPER = """
@@ -54,7 +56,7 @@ os.write(2, text.encode(errors="replace"))
 """
 
 
-def find() -> int:
+def find_mpirun() -> int:
     """Return the pid of mpirun; 0 if it runs on another machine or does not exist."""
     named = re.fullmatch(r"prterun-.*-(\d+)@\d+", os.environ.get("PMIX_NAMESPACE", ""))
     mpirun, process = int(named[1]) if named else 0, os.getppid()
@@ -82,10 +84,10 @@ def end_soon(process: int, unless: Sequence[int] = ()) -> None:
     name = command_of(process)
     living = "".join(f"kill -0 {other} 2>/dev/null && exit; " for other in unless)
     end = f'[ "$(cat /proc/{process}/comm 2>/dev/null)" = "{name}" ] && kill -%s {process}; '
-    _begin_apart(["sh", "-c", f"sleep {_PATIENCE}; {living}{end % 'TERM'}sleep {_ORDERLY}; {end % 'KILL'}"])
+    _start_detached(["sh", "-c", f"sleep {_PATIENCE}; {living}{end % 'TERM'}sleep {_TERM_SECONDS}; {end % 'KILL'}"])
 
 
-def _begin_apart(command: Sequence[str], stderr: int = subprocess.DEVNULL) -> None:
+def _start_detached(command: Sequence[str], stderr: int = subprocess.DEVNULL) -> None:
     """Start a process that outlives this one.
 
     It inherits none of mpirun's pipes, because mpirun waits until all of them are closed.
@@ -101,21 +103,21 @@ def repeat_last(text: str) -> None:
         text: Message, which has already been printed.
     """
     with suppress(OSError, AttributeError):  # the message is printed already; AttributeError: no pidfd
-        mpirun = find()
-        if not mpirun or not _is_screen(mpirun) or not hasattr(os, "pidfd_open"):
+        mpirun = find_mpirun()
+        if not mpirun or not _is_terminal_or_pipe(mpirun) or not hasattr(os, "pidfd_open"):
             return
         line = printable(text.partition("\n")[0].removeprefix("mpitrain: "), None)
         # do not block on a pipe without a reader, and do not acquire a controlling terminal
         screen = os.open(f"/proc/{mpirun}/fd/2", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             os.set_blocking(screen, True)
-            helper = ["-I", "-S", "-c", _HELPER, str(mpirun), str(_LONGEST), f"{_AGAIN}{line}\n"]
-            _begin_apart([sys.executable, *helper], screen)
+            helper = ["-I", "-S", "-c", _HELPER, str(mpirun), str(_MAX_WAIT), f"{_REPEAT_PREFIX}{line}\n"]
+            _start_detached([sys.executable, *helper], screen)
         finally:
             os.close(screen)
 
 
-def _is_screen(mpirun: int) -> bool:
+def _is_terminal_or_pipe(mpirun: int) -> bool:
     """Return True if mpirun's stderr is a terminal or a pipe."""
     stderr = Path(f"/proc/{mpirun}/fd/2")
     kind = stderr.stat().st_mode
@@ -127,7 +129,7 @@ def tolerates_faults() -> bool:
     return os.environ.get(_SETTING, "").strip().lower() in _ENABLED
 
 
-def lacks_for_faults() -> str:
+def missing_for_faults() -> str:
     """Return the missing requirement for fault tolerance, as text for a message; empty if fault tolerance is on."""
     from mpi4py import MPI
 
@@ -154,12 +156,12 @@ def require_fault_tolerance(*, across_nodes: bool) -> None:
     from mpi4py import MPI
 
     chosen = os.environ.get(_COLLECTIVES, "")
-    if lacking := lacks_for_faults():
-        problem = f"needs {lacking}; or use elastic.mode off, and checkpoints"
+    if lacking := missing_for_faults():
+        problem = f"needs {lacking}; or use elastic.mode off with checkpoints"
     elif MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         problem = "needs an MPI with THREAD_MULTIPLE; use another MPI"
     elif across_nodes and (not chosen or ("han" in chosen.lstrip("^").split(",")) != chosen.startswith("^")):
-        problem = "across nodes must do without Open MPI's coll/han: start the job with "
+        problem = "across nodes needs Open MPI's coll/han switched off: start the job with "
         problem += "mpirun --with-ft ulfm --mca coll ^han"
     else:
         return

@@ -56,14 +56,14 @@ class Topology:
         """Number of nodes."""
         return len(set(self.nodes))
 
-    def of(self, ranks: Sequence[int], rank: int) -> Topology:
+    def subgroup(self, ranks: Sequence[int], rank: int) -> Topology:
         """Return the topology of a subgroup of the ranks.
 
         Args:
             ranks: Members of the subgroup, as ranks of this topology.
             rank: This process's rank in the subgroup.
         """
-        return Topology(rank, _numbered(self.nodes[r] for r in ranks), tuple(self.world_ranks[r] for r in ranks))
+        return Topology(rank, _renumber(self.nodes[r] for r in ranks), tuple(self.world_ranks[r] for r in ranks))
 
 
 def discover(comm: MPI.Comm) -> Topology:
@@ -74,40 +74,40 @@ def discover(comm: MPI.Comm) -> Topology:
     node.Free()
     firsts = np.empty(comm.size, dtype=np.int64)
     comm.Allgather(first, firsts)
-    return Topology(comm.rank, _numbered(firsts.tolist()), tuple(range(comm.size)))
+    return Topology(comm.rank, _renumber(firsts.tolist()), tuple(range(comm.size)))
 
 
-def _numbered(values: Iterable[Hashable]) -> tuple[int, ...]:
+def _renumber(values: Iterable[Hashable]) -> tuple[int, ...]:
     """Return a number for each value: equal values get equal numbers, in order of first appearance."""
     numbers: dict[Hashable, int] = {}
     return tuple(numbers.setdefault(value, len(numbers)) for value in values)
 
 
-def ranks_in(comm: MPI.Comm, of: MPI.Comm) -> list[int]:
-    """Return the rank in `of` of each rank of `comm`.
+def ranks_in(comm: MPI.Comm, parent: MPI.Comm) -> list[int]:
+    """Return the rank in `parent` of each rank of `comm`.
 
     Args:
         comm: Communicator whose ranks are looked up.
-        of: Communicator that contains all ranks of `comm`.
+        parent: Communicator that contains all ranks of `comm`.
     """
-    mine, whole = comm.Get_group(), of.Get_group()
-    ranks = [int(rank) for rank in mine.Translate_ranks(None, whole)]
-    for group in (mine, whole):
-        group.Free()  # mpi4py does not
+    group, parent_group = comm.Get_group(), parent.Get_group()
+    ranks = [int(rank) for rank in group.Translate_ranks(None, parent_group)]
+    for mpi_group in (group, parent_group):
+        mpi_group.Free()  # mpi4py does not
     return ranks
 
 
-def all_gather_bytes(comm: MPI.Intracomm, mine: bytes) -> list[bytes]:
+def all_gather_bytes(comm: MPI.Intracomm, data: bytes) -> list[bytes]:
     """Return the bytes of every rank, in order of rank. Collective.
 
     Args:
         comm: Communicator to gather over.
-        mine: Bytes of this rank; lengths may differ between ranks.
+        data: Bytes of this rank; lengths may differ between ranks.
     """
     lengths = np.empty(comm.size, dtype=np.int64)
-    comm.Allgather(np.array([len(mine)], dtype=np.int64), lengths)
+    comm.Allgather(np.array([len(data)], dtype=np.int64), lengths)
     everything = np.empty(int(lengths.sum()), dtype=np.uint8)
-    comm.Allgatherv(np.frombuffer(mine, dtype=np.uint8), [everything, lengths.tolist(), MPI.BYTE])
+    comm.Allgatherv(np.frombuffer(data, dtype=np.uint8), [everything, lengths.tolist(), MPI.BYTE])
     ends = np.cumsum(lengths)
     return [everything[end - n : end].tobytes() for n, end in zip(lengths, ends, strict=True)]
 
@@ -194,7 +194,7 @@ class Share:
     threads: int = 0
 
     @property
-    def each(self) -> int:
+    def per_rank(self) -> int:
         """Cores per rank; at least 1, even if ranks take turns."""
         return max(1, self.cores // self.ranks)
 
@@ -232,7 +232,7 @@ def cores_of(threads: Collection[int], core_of: Mapping[int, int]) -> set[int]:
     return {core_of.get(thread, thread) for thread in threads}
 
 
-def sharing(allowed: Sequence[Collection[int]]) -> Iterator[tuple[list[int], set[int]]]:
+def groups_sharing_cores(allowed: Sequence[Collection[int]]) -> Iterator[tuple[list[int], set[int]]]:
     """Yield each group of ranks of a node whose sets of cores overlap, with the union of these sets.
 
     Args:
@@ -257,7 +257,7 @@ def share_of(rank: int, allowed: Sequence[Collection[int]], core_of: Mapping[int
         allowed: Hardware threads that each rank of the node may run on.
         core_of: Core of each hardware thread, as returned by `siblings`.
     """
-    groups = sharing([cores_of(threads, core_of) for threads in allowed])
+    groups = groups_sharing_cores([cores_of(threads, core_of) for threads in allowed])
     ranks, cores = next((ranks, cores) for ranks, cores in groups if rank in ranks)
     return Share(len(cores), len(ranks), len(set().union(*(allowed[rank] for rank in ranks))))
 
@@ -269,9 +269,9 @@ def find_share(comm: MPI.Intracomm, topology: Topology) -> Share:
         comm: Communicator of the world.
         topology: Topology of the world.
     """
-    mine = os.sched_getaffinity(0)
-    row = np.zeros(max(mine) + 1, dtype=np.uint8)
-    row[list(mine)] = 1
+    threads = os.sched_getaffinity(0)
+    row = np.zeros(max(threads) + 1, dtype=np.uint8)
+    row[list(threads)] = 1
     rows = all_gather_bytes(comm, np.packbits(row).tobytes())
     near = [np.frombuffer(rows[rank], dtype=np.uint8) for rank in topology.neighbours]
     allowed = [np.flatnonzero(np.unpackbits(bits)).tolist() for bits in near]

@@ -1,15 +1,16 @@
-"""The journal of a process: how much it sends to other ranks, and how long it waits for them.
+"""Traffic counters of a process: how much it sends to other ranks, and how long it waits for them.
 
-While the journal is on, it counts all communication: collectives of any thread, messages, letters, fences, and waits
+While the counters are on, they count all communication: collectives of any thread, messages, letters, fences, and waits
 for operations in the background. While it is off, it costs nothing: operations are then bound to functions that do not
-count, and `Journal.switched` has them bound again when the journal is switched.
+count, and `TrafficCounters.on_switch` has them bound again when counting is switched.
 
-The number of bytes is known before an operation runs (`Moved`): it is computed when the operation is bound to memory,
-so counting only adds a few numbers to a row. `inside` counts bytes that this rank sends to ranks of its own node, or
-reads or writes in their memory; `between` counts bytes that it sends to ranks of other nodes. Received bytes are
-counted by the sender. Reading memory that the node holds only once, in place, moves nothing and is not counted.
+The number of bytes is known before an operation runs (`Volume`): it is computed when the operation is bound to memory,
+so counting only adds a few numbers to a row. `inside` counts intra-node bytes, which this rank sends to ranks of its
+own node, or reads or writes in their memory; `between` counts inter-node bytes, which it sends to ranks of other nodes.
+The sender counts a message, not its receiver. Reading memory in place that the node holds only once moves nothing and
+is not counted.
 
-Independent of the journal, a `Record` says which operation a rank is in.
+Independent of the counters, a `Record` says which operation a rank is in.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ import torch
 
 clock = time.perf_counter  # on Linux the same clock as time.monotonic
 
-_KEPT = 1_000_000  # operations kept at most if nobody takes them
+_MAX_RECORDS = 1_000_000  # operations kept at most if nobody takes them
 
 
-class Moved(NamedTuple):
+class Volume(NamedTuple):
     """Bytes that one call of an operation moves on one rank.
 
     Attributes:
@@ -42,32 +43,32 @@ class Moved(NamedTuple):
     inside: int = 0
     between: int = 0
 
-    def by(self, way: str) -> Moved:
+    def with_way(self, way: str) -> Volume:
         """Return a copy whose algorithm names the way in which device memory is carried (`way`)."""
         return self if self.algorithm == way else self._replace(algorithm=f"{self.algorithm} ({way})")
 
     @staticmethod
-    def sum(parts: Iterable[Moved]) -> Moved:
+    def sum(parts: Iterable[Volume]) -> Volume:
         """Return the bytes of all parts of an operation; the algorithm is that of the first part that has one."""
         algorithm, inside, between = "", 0, 0
         for part in parts:
             algorithm = algorithm or part.algorithm
             inside, between = inside + part.inside, between + part.between
-        return Moved(algorithm, inside, between)
+        return Volume(algorithm, inside, between)
 
 
-NOTHING_MOVED = Moved()
+NO_VOLUME = Volume()
 
 
-class Sent(NamedTuple):
-    """Totals since the journal was started, of one operation, axis and algorithm.
+class OperationTotals(NamedTuple):
+    """Totals since counting was started, of one operation, axis and algorithm.
 
     Attributes:
         operation: Name of the collective, or send, recv, post, letter.
         axis: Label of the communicator: world, data, pipeline, tensor, ...
         algorithm: Algorithm that carried out the operation; "none" if nothing was to be done.
         calls: Number of operations.
-        inside, between: Bytes, as in `Moved`.
+        inside, between: Bytes, as in `Volume`.
         seconds: Sum of the durations. Background operations count in full, whether or not somebody waited for them.
     """
 
@@ -81,10 +82,10 @@ class Sent(NamedTuple):
 
 
 class Communication(NamedTuple):
-    """One operation, as recorded while `Journal.record` is on.
+    """One operation, as recorded while `TrafficCounters.record` is on.
 
     Attributes:
-        operation, axis, algorithm, inside, between: See `Sent`.
+        operation, axis, algorithm, inside, between: See `OperationTotals`.
         begin, end: Times of time.perf_counter() in seconds. For a message: begin and end of the wait that completed it.
         background: True if it did not run in the main thread.
         key, sequence: Identification of the operation, equal on all ranks that took part in it and unique to it. The
@@ -110,19 +111,19 @@ class Record:
         members: World ranks that all carry out the same operations in the same order.
         key: Name of the record, the same on all members.
         awaited: World ranks, one of which must send or receive a message for the wait to end.
-        limited: True if the wait ends by itself after a time limit.
-        patient: True if the wait may take any time, as long as all ranks answer the watchdog.
+        has_deadline: True if the wait ends by itself after a time limit.
+        without_deadline: True if the wait may take any time, as long as all ranks answer the watchdog.
     """
 
     __slots__ = (
-        "__weakref__", "awaited", "key", "label", "limited", "members", "name", "patient", "sequence", "since",
-        "tensor", "thread",
+        "__weakref__", "awaited", "has_deadline", "key", "label", "members", "name", "sequence", "since", "tensor",
+        "thread", "without_deadline",
     )  # fmt: skip
 
     def __init__(self, label: str, members: Sequence[int] = (), key: str = "") -> None:
         self.label, self.members, self.key = label, members, key
         self.awaited: Sequence[int] = ()
-        self.limited = self.patient = False
+        self.has_deadline = self.without_deadline = False
         self.sequence = 0
         self.name = ""
         self.tensor: torch.Tensor | None = None  # the operation's tensor while it runs
@@ -177,7 +178,7 @@ class Record:
         return f"{self.label}: {self.name} #{self.sequence}{data}"
 
 
-class Watchers:
+class Callbacks:
     """Methods to call when something changes, as long as their objects live."""
 
     def __init__(self) -> None:
@@ -187,7 +188,7 @@ class Watchers:
         """Add a method to call."""
         self._methods.append(weakref.WeakMethod(method, self._methods.remove))
 
-    def tell(self) -> None:
+    def call_all(self) -> None:
         """Call all methods."""
         for reference in list(self._methods):
             method = reference()
@@ -198,16 +199,16 @@ class Watchers:
 Row = list[float]  # calls, inside, between, seconds
 
 
-class Journal:
+class TrafficCounters:
     """Counters and records of this process's communication; `world.journal` is the only instance.
 
     The main thread is the one that called `start`.
 
     Attributes:
-        on: True while operations are counted.
+        on: True while operations are call_and_count.
         waited: Seconds that the main thread has spent in communication since `start`: in collectives, and waiting for
             background operations, messages and letters. Subtract two readings to get the time between them.
-        switched: Methods called whenever the journal is switched on or off.
+        on_switch: Methods called whenever counting is switched on or off.
     """
 
     def __init__(self) -> None:
@@ -216,9 +217,9 @@ class Journal:
         self._main = threading.get_ident()
         self._rows: dict[tuple[str, str, str, int], Row] = {}
         self._lock = threading.Lock()  # of rows that several threads add to
-        self._kept: list[Communication] | None = None
+        self._recorded: list[Communication] | None = None
         self._numbers: Counter[str] = Counter()  # of messages, by sender, receiver and tag
-        self.switched = Watchers()
+        self.on_switch = Callbacks()
 
     def start(self) -> None:
         """Reset all counts and start counting. The calling thread becomes the main thread."""
@@ -226,14 +227,14 @@ class Journal:
             self._rows.clear()
             self._numbers.clear()
         self._main, self.waited, self.on = threading.get_ident(), 0.0, True
-        self.switched.tell()
+        self.on_switch.call_all()
 
     def stop(self) -> None:
         """Stop counting and recording. `account` still returns the counts."""
-        self.on, self._kept = False, None
-        self.switched.tell()
+        self.on, self._recorded = False, None
+        self.on_switch.call_all()
 
-    def account(self) -> list[Sent]:
+    def account(self) -> list[OperationTotals]:
         """Return the totals since `start`, sorted by name. Counting goes on."""
         sums: dict[tuple[str, str, str], Row] = {}
         with self._lock:
@@ -242,7 +243,7 @@ class Journal:
             total = sums.setdefault((operation, axis, algorithm), [0, 0, 0, 0.0])
             total[:] = [a + b for a, b in zip(total, row, strict=True)]
         totals = sorted((name, row) for name, row in sums.items() if any(row))
-        return [Sent(*name, int(row[0]), int(row[1]), int(row[2]), row[3]) for name, row in totals]
+        return [OperationTotals(*name, int(row[0]), int(row[1]), int(row[2]), row[3]) for name, row in totals]
 
     def record(self, on: bool) -> None:
         """Start or stop recording single operations. This requires `start`.
@@ -250,11 +251,11 @@ class Journal:
         Args:
             on: True to start recording, False to stop.
         """
-        self._kept = [] if on and self.on else None
+        self._recorded = [] if on and self.on else None
 
     def take(self) -> list[Communication]:
         """Return the operations recorded since the last call, sorted by their end times."""
-        records = self._kept
+        records = self._recorded
         if not records:
             return []
         taken = records[:]
@@ -263,12 +264,12 @@ class Journal:
 
     # -- for the operations
 
-    def counting(
+    def make_counting_call(
         self,
         perform: Callable[..., float],
         operation: str,
         axis: str,
-        moved: Moved,
+        volume: Volume,
         record: Record,
         first: Callable[[], None] | None = None,
     ) -> Callable[[object], None]:
@@ -279,14 +280,14 @@ class Journal:
                 beginning.
             operation: Name of the operation.
             axis: Label of its communicator.
-            moved: Algorithm, and bytes of each call.
+            volume: Algorithm, and bytes of each call.
             record: Record in which the operation is shown.
             first: Function to call before the operation, which does its own counting.
         """
-        algorithm, inside, between = moved.algorithm or "none", moved.inside, moved.between
+        algorithm, inside, between = volume.algorithm or "none", volume.inside, volume.between
         row, main, now = self._row(operation, axis, algorithm, id(record)), self._main, clock
 
-        def counted(tensor: object) -> None:
+        def call_and_count(tensor: object) -> None:
             if first is not None:
                 first()
             begin = perform(tensor)
@@ -298,60 +299,63 @@ class Journal:
             row[3] += spent
             if record.thread == main:
                 self.waited += spent
-            if self._kept is not None:
-                self.keep(operation, axis, moved, begin, end, record.key, record.sequence)
+            if self._recorded is not None:
+                self.append_record(operation, axis, volume, begin, end, record.key, record.sequence)
 
-        return counted
+        return call_and_count
 
     def _row(self, operation: str, axis: str, algorithm: str, owner: int) -> Row:
         """Return the row to add to. `owner` separates rows that threads add to without a lock; 0 for locked rows."""
         return self._rows.setdefault((operation, axis, algorithm, owner), [0, 0, 0, 0.0])
 
-    def note(
-        self, operation: str, axis: str, moved: Moved, begin: float, record: Record | None = None, calls: int = 1
+    def count(
+        self, operation: str, axis: str, volume: Volume, begin: float, record: Record | None = None, calls: int = 1
     ) -> None:
         """Count an operation that began at `begin` and ends now. Any thread may call this.
 
         Args:
             operation: Name of the operation.
             axis: Label of its communicator.
-            moved: Algorithm and bytes.
+            volume: Algorithm and bytes.
             begin: `clock()` at its beginning.
             record: Record of the operation, which is then also kept singly; None for a part of an operation, or if the
-                caller calls `keep` itself.
-            calls: Number of operations to count; 0 for a part of an operation that is counted elsewhere.
+                caller calls `append_record` itself.
+            calls: Number of operations to count; 0 for a part of an operation that is call_and_count elsewhere.
         """
         end = clock()
         with self._lock:
-            row = self._row(operation, axis, moved.algorithm or "none", 0)
+            row = self._row(operation, axis, volume.algorithm or "none", 0)
             row[0] += calls
-            row[1] += moved.inside
-            row[2] += moved.between
+            row[1] += volume.inside
+            row[2] += volume.between
             row[3] += end - begin
         if threading.get_ident() == self._main:
             self.waited += end - begin
-        if record is not None and self._kept is not None:
-            self.keep(operation, axis, moved, begin, end, record.key, record.sequence)
+        if record is not None and self._recorded is not None:
+            self.append_record(operation, axis, volume, begin, end, record.key, record.sequence)
 
-    def keep(self, operation: str, axis: str, moved: Moved, begin: float, end: float, key: str, sequence: int) -> None:
+    def append_record(
+        self, operation: str, axis: str, volume: Volume, begin: float, end: float, key: str, sequence: int
+    ) -> None:
         """Record a single operation if recording is on.
 
         Args:
             operation, axis, begin, key, sequence: See `Communication`.
-            moved: Algorithm and bytes.
+            volume: Algorithm and bytes.
             end: `clock()` at the end of the operation.
         """
-        records = self._kept
-        if records is not None and len(records) < _KEPT:
-            aside, sent = threading.get_ident() != self._main, (moved.algorithm or "none", moved.inside, moved.between)
-            records.append(Communication(operation, axis, *sent, begin, end, aside, key, sequence))
+        records = self._recorded
+        if records is not None and len(records) < _MAX_RECORDS:
+            background, algorithm = threading.get_ident() != self._main, volume.algorithm or "none"
+            moved = volume.inside, volume.between
+            records.append(Communication(operation, axis, algorithm, *moved, begin, end, background, key, sequence))
 
-    def wait(self, begin: float) -> None:
+    def add_wait(self, begin: float) -> None:
         """Add to `waited` the time since `begin`, during which the calling thread waited for another thread."""
         if self.on and threading.get_ident() == self._main:
             self.waited += clock() - begin
 
-    def number(self, name: str) -> int:
+    def next_number(self, name: str) -> int:
         """Count one more message under this name (sender, receiver and tag) and return its number, starting at 1."""
         with self._lock:
             self._numbers[name] += 1
@@ -359,45 +363,45 @@ class Journal:
 
 
 class Note(NamedTuple):
-    """A message or letter under way, to be entered in the journal; exists only while the journal is on.
+    """Entry of a message or letter under way; exists only while the traffic counters are on.
 
     Attributes:
-        journal: Journal in which it is entered.
+        counters: Traffic counters to which it is added.
         operation, axis: Name of the operation and label of its communicator.
-        moved: Algorithm and bytes.
+        volume: Algorithm and bytes.
         key: Identification of the message, together with `sequence`. It contains "{}" for a source not known yet.
         sequence: Number among the messages of the same key; 0 if not known yet.
     """
 
-    journal: Journal
+    counters: TrafficCounters
     operation: str
     axis: str
-    moved: Moved
+    volume: Volume
     key: str = ""
     sequence: int = 0
 
-    def ended(self, begin: float, source: int | None) -> None:
+    def record_end(self, begin: float, source: int | None) -> None:
         """Record that the message was completed by a wait that began at `begin`.
 
         Args:
             begin: `clock()` at the beginning of the wait.
             source: World rank that sent the message; None if `key` already names it.
         """
-        if self.journal._kept is not None and self.key:
+        if self.counters._recorded is not None and self.key:
             key = self.key.format(source)
-            sequence = self.sequence or self.journal.number(key)
-            self.journal.keep(self.operation, self.axis, self.moved, begin, clock(), key, sequence)
+            sequence = self.sequence or self.counters.next_number(key)
+            self.counters.append_record(self.operation, self.axis, self.volume, begin, clock(), key, sequence)
 
-    def performed(self, begin: float) -> None:
+    def count_operation(self, begin: float) -> None:
         """Count the operation, which began at `begin` and ends now, and record it."""
-        if self.journal.on:
-            self.journal.note(self.operation, self.axis, self.moved, begin)
-            self.ended(begin, None)
+        if self.counters.on:
+            self.counters.count(self.operation, self.axis, self.volume, begin)
+            self.record_end(begin, None)
 
-    def waited(self, begin: float) -> None:
+    def count_wait(self, begin: float) -> None:
         """Add the time since `begin`, in which the message was waited for, to its row."""
-        if self.journal.on:
-            self.journal.note(self.operation, self.axis, Moved(self.moved.algorithm), begin, calls=0)
+        if self.counters.on:
+            self.counters.count(self.operation, self.axis, Volume(self.volume.algorithm), begin, calls=0)
 
 
 # -- Estimate of the bytes that a rank sends if the algorithm is not known: in a ring, or directly to the receiver.

@@ -25,7 +25,7 @@ import torch
 
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import all_gather_bytes
-from mpitrain.comm.job.traffic import Watchers
+from mpitrain.comm.job.traffic import Callbacks
 from mpitrain.comm.memory.buffers import memory_at, tensor_at
 from mpitrain.comm.memory.device import export_memory, import_memory, is_accelerator, synchronize
 from mpitrain.comm.memory.elements import DTYPES, LARGEST_COUNT
@@ -33,7 +33,7 @@ from mpitrain.errors import InputError, MpitrainError
 from mpitrain.storage.disk import SHARED_MEMORY, free_bytes
 
 _ALIGNMENT = 4096  # bytes: a page, which also suits vector instructions and file systems
-_LIBRARY = 2 << 20  # bytes per rank of /dev/shm left for the queues of the MPI library, which grow there as well
+_LIBRARY_BYTES = 2 << 20  # bytes per rank of /dev/shm left for the queues of the MPI library, which grow there as well
 
 
 @dataclass(eq=False, repr=False)
@@ -78,8 +78,8 @@ class Arena:
         numel = prod(shape)
         if offset < 0 or offset + numel > self.tensor.numel():
             raise InputError(
-                f"view of {numel} elements at offset {offset} lies outside the arena of {self.tensor.numel()}; "
-                "make the arena larger"
+                f"a view of {numel} elements at offset {offset} does not fit into the arena of {self.tensor.numel()} "
+                "elements; make the arena larger"
             )
         return self.tensor[offset : offset + numel].view(*shape)
 
@@ -127,11 +127,11 @@ class ArenaIndex:
         self.warned = False
         self.generation = 0
         self.maps_devices = True
-        self.changed = Watchers()
+        self.changed = Callbacks()
 
     def _change(self) -> None:
         self.generation += 1
-        self.changed.tell()
+        self.changed.call_all()
 
     def add(self, arena: Arena, node: MPI.Intracomm, first: int, *, for_tensors: bool) -> None:
         """Name an arena, equally on all ranks of the node, and add it to the index. Collective over the node.
@@ -213,7 +213,7 @@ def allocate(
     if dtype not in DTYPES:
         raise InputError(f"an arena of {dtype} is not possible; use one of {sorted(map(str, DTYPES))}")
     if is_accelerator(device):
-        return _on_device(comm, node, world_ranks, torch.zeros(numel, dtype=dtype, device=device), index)
+        return _allocate_on_device(comm, node, world_ranks, torch.zeros(numel, dtype=dtype, device=device), index)
     nbytes = -(-max(numel * dtype.itemsize, 1) // _ALIGNMENT) * _ALIGNMENT
     window = _shared_window(comm, node, nbytes, index) if comm.size > 1 else None
     if window is None:
@@ -226,7 +226,7 @@ def allocate(
     return arena
 
 
-def _on_device(
+def _allocate_on_device(
     comm: MPI.Intracomm, node: MPI.Intracomm, world_ranks: Sequence[int], tensor: torch.Tensor, index: ArenaIndex
 ) -> Arena:
     """Return an arena on a device, mapped by the ranks of each node if this is enabled and possible. Collective."""
@@ -256,7 +256,7 @@ def _shared_window(comm: MPI.Intracomm, node: MPI.Intracomm, nbytes: int, index:
     Pages in /dev/shm are allocated on first touch, and a process that touches a page for which there is no room dies of
     SIGBUS. Therefore the kernel fills the memory at once, by read(2), which reports an error instead.
     """
-    needed_bytes, free = _wanted_and_free(node, nbytes)
+    needed_bytes, free = _needed_and_free(node, nbytes)
     if free < needed_bytes:
         _warn(node, needed_bytes, free, index)
     if not all_agree(comm, free >= needed_bytes):
@@ -275,9 +275,9 @@ def _shared_window(comm: MPI.Intracomm, node: MPI.Intracomm, nbytes: int, index:
     return None
 
 
-def _wanted_and_free(node: MPI.Intracomm, nbytes: int) -> tuple[int, int]:
+def _needed_and_free(node: MPI.Intracomm, nbytes: int) -> tuple[int, int]:
     """Return the bytes that this node's ranks need together, and the free bytes of its /dev/shm. Collective."""
-    needed_bytes = np.array([nbytes + _LIBRARY], dtype=np.int64)
+    needed_bytes = np.array([nbytes + _LIBRARY_BYTES], dtype=np.int64)
     node.Allreduce(MPI.IN_PLACE, needed_bytes)
     free = np.zeros(1, dtype=np.int64)
     if node.rank == 0:
@@ -301,21 +301,21 @@ def _fill_with_zeros(address: int, nbytes: int) -> bool:
     return True
 
 
-def _warn(node: MPI.Intracomm, wanted: int, free: int, index: ArenaIndex) -> None:
+def _warn(node: MPI.Intracomm, needed: int, free: int, index: ArenaIndex) -> None:
     """Warn, once per node from its first rank, that its shared memory is too small."""
     if node.rank == 0 and not index.warned:
         index.warned = True
         warnings.warn(
-            f"{SHARED_MEMORY} has {free >> 20} MiB free, {wanted >> 20} MiB are wanted on this node: using "
-            "private memory and messages instead, which is slower; enlarge it "
-            "(mount -o remount,size=50% /dev/shm; containers: --shm-size)",
+            f"{SHARED_MEMORY} has {free >> 20} MiB free, but the ranks of this node need {needed >> 20} MiB; they use "
+            f"private memory and messages instead, which is slower. To enlarge {SHARED_MEMORY}: "
+            "mount -o remount,size=50% /dev/shm; in a container: --shm-size",
             stacklevel=6,
         )
 
 
 # -- Device memory of an arena: each rank of a node allocates its part and maps the parts of the others.
 
-_IMPOSSIBLE = (MpitrainError, RuntimeError, OSError, ValueError, TypeError, AttributeError)
+_MAPPING_ERRORS = (MpitrainError, RuntimeError, OSError, ValueError, TypeError, AttributeError)
 
 
 class MappedMemory:
@@ -328,7 +328,7 @@ class MappedMemory:
     def __init__(self, memories: Sequence[torch.Tensor]) -> None:
         self._memories = [tensor.detach().view(-1).view(torch.uint8) for tensor in memories]
 
-    def beside(self, tensor: torch.Tensor) -> MappedMemory:
+    def with_memory(self, tensor: torch.Tensor) -> MappedMemory:
         """Return a copy that contains one more memory."""
         return MappedMemory([*self._memories, tensor])
 
@@ -348,7 +348,7 @@ class MappedMemory:
             offset = address - memory.data_ptr()
             if offset >= 0 and offset + nbytes <= memory.numel():
                 return memory[offset : offset + nbytes].view(dtype)
-        raise InputError(f"{nbytes} bytes at {address:#x} are in no memory that this rank has mapped")
+        raise InputError(f"no memory that this rank has mapped contains the {nbytes} bytes at {address:#x}")
 
 
 def map_each_other(
@@ -367,21 +367,23 @@ def map_each_other(
     """
     try:
         description = json.dumps(export_memory(tensor))
-    except _IMPOSSIBLE:
+    except _MAPPING_ERRORS:
         description = ""
     texts = all_gather_bytes(node, description.encode())
     memories = list[torch.Tensor]()
     try:
         for rank, text in enumerate(texts if all(texts) else []):
             memories.append(tensor if rank == node.rank else import_memory(json.loads(text), tensor.device))
-    except _IMPOSSIBLE:
+    except _MAPPING_ERRORS:
         memories.clear()
-    if not all_agree(comm, len(memories) == node.size) or not all_agree(comm, _are_each_others(node, tensor, memories)):
+    if not all_agree(comm, len(memories) == node.size) or not all_agree(
+        comm, _maps_right_ranks(node, tensor, memories)
+    ):
         return None
     return [memory.data_ptr() for memory in memories], MappedMemory(memories)
 
 
-def _are_each_others(node: MPI.Intracomm, tensor: torch.Tensor, memories: Sequence[torch.Tensor]) -> bool:
+def _maps_right_ranks(node: MPI.Intracomm, tensor: torch.Tensor, memories: Sequence[torch.Tensor]) -> bool:
     """Return True if each mapping shows the right rank's memory. Device numbers may differ between processes."""
     first_byte = tensor.view(-1).view(torch.uint8)[:1]
     first_byte.fill_(1 + node.rank % 255)
@@ -395,13 +397,13 @@ def _are_each_others(node: MPI.Intracomm, tensor: torch.Tensor, memories: Sequen
     return read == [1 + rank % 255 for rank in range(node.size)]
 
 
-def all_agree(comm: MPI.Intracomm, yes: bool) -> bool:
-    """Return True if `yes` is true on all ranks. Collective.
+def all_agree(comm: MPI.Intracomm, agrees: bool) -> bool:
+    """Return True if `agrees` is true on all ranks. Collective.
 
     Args:
         comm: Communicator of the ranks.
-        yes: This rank's answer.
+        agrees: This rank's answer.
     """
-    answer = np.array([yes], dtype=np.int64)
+    answer = np.array([agrees], dtype=np.int64)
     comm.Allreduce(MPI.IN_PLACE, answer, MPI.MIN)
     return bool(answer[0])

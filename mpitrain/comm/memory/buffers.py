@@ -25,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.memory.device import current_stream, foreign_stream, recorded
+from mpitrain.comm.memory.device import current_stream, foreign_stream, record_event
 from mpitrain.comm.memory.elements import DTYPES, LARGEST_COUNT, NAMES
 from mpitrain.errors import InputError
 
@@ -46,8 +46,8 @@ def inner_tensors(x: torch.Tensor) -> list[torch.Tensor]:
     if not is_wrapper(x):
         if type(x) is not torch.Tensor and not _has_memory(x):
             raise InputError(
-                f"a tensor of class {type(x).__name__} has no memory of its own, and no __tensor_flatten__ tells what "
-                "it wraps; pass the tensors that it is made of"
+                f"a tensor of class {type(x).__name__} has no memory of its own and no __tensor_flatten__; pass the "
+                "tensors that it wraps"
             )
         return [x]
     if x.layout != torch.strided:  # a nested tensor has another shape on each rank
@@ -93,11 +93,11 @@ def as_tensor(x: Any, *, written: bool = True) -> torch.Tensor:
             raise InputError("the NumPy array is read-only, but the result goes into it; pass a copy")
         if not x.flags.c_contiguous:
             raise InputError(f"a NumPy array of shape {x.shape} is not contiguous; pass numpy.ascontiguousarray(x)")
-        tensor = _over_numpy(x)
+        tensor = _wrap_numpy(x)
     else:
-        tensor = _over_foreign(x, written)
+        tensor = _wrap_foreign(x, written)
     if tensor.dtype not in DTYPES:
-        raise InputError(_no_dtype(tensor.dtype))
+        raise InputError(_unsupported_dtype(tensor.dtype))
     if not tensor.is_contiguous():
         raise InputError(
             f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; "
@@ -106,17 +106,17 @@ def as_tensor(x: Any, *, written: bool = True) -> torch.Tensor:
     return tensor
 
 
-def _over_numpy(x: np.ndarray) -> torch.Tensor:
+def _wrap_numpy(x: np.ndarray) -> torch.Tensor:
     try:
         if x.flags.writeable:
             return torch.from_numpy(x)
         dtype = torch.from_numpy(np.empty(0, x.dtype)).dtype
     except (TypeError, ValueError):
-        raise InputError(_no_dtype(x.dtype)) from None
+        raise InputError(_unsupported_dtype(x.dtype)) from None
     return tensor_at(x.__array_interface__["data"][0], x.size, dtype).view(x.shape)
 
 
-def _over_foreign(x: Any, written: bool) -> torch.Tensor:
+def _wrap_foreign(x: Any, written: bool) -> torch.Tensor:
     """Return a tensor over an array of a library other than torch and NumPy.
 
     If an array has both protocols and torch cannot use __cuda_array_interface__, for instance because it was built
@@ -131,7 +131,7 @@ def _over_foreign(x: Any, written: bool) -> torch.Tensor:
     problems = []
     for protocol in protocols:
         try:
-            return _over_dlpack(x, written) if protocol == "__dlpack__" else _over_cuda_interface(x)
+            return _wrap_dlpack(x, written) if protocol == "__dlpack__" else _wrap_cuda_array(x)
         except InputError:
             raise
         except Exception as error:  # whatever another library raises
@@ -139,7 +139,7 @@ def _over_foreign(x: Any, written: bool) -> torch.Tensor:
     raise InputError(f"the {' and the '.join(problems)}; pass a torch tensor or a NumPy array")
 
 
-def _over_cuda_interface(x: Any) -> torch.Tensor:
+def _wrap_cuda_array(x: Any) -> torch.Tensor:
     """Return a tensor over an array of CuPy or Numba; work queued on the array's stream precedes later work on ours.
 
     Torch itself refuses read-only arrays.
@@ -148,13 +148,13 @@ def _over_cuda_interface(x: Any) -> torch.Tensor:
     handle = x.__cuda_array_interface__.get("stream")
     other = foreign_stream(tensor.device, handle) if handle is not None else None
     if other is not None:
-        current_stream(tensor.device).wait_event(recorded(tensor.device, other))
+        current_stream(tensor.device).wait_event(record_event(tensor.device, other))
     return tensor
 
 
-def _over_dlpack(x: Any, written: bool) -> torch.Tensor:
+def _wrap_dlpack(x: Any, written: bool) -> torch.Tensor:
     """Return a tensor over an array with __dlpack__. Its library orders the array's stream before ours."""
-    writable = _writable(x) if written else True
+    writable = _is_writable(x) if written else True
     if not writable:
         why = "is read-only" if writable is False else "does not say whether it may be written (DLPack before 1.0)"
         instead = "pass a copy" if writable is False else "pass torch.from_dlpack(x) if it may, else a copy"
@@ -181,7 +181,7 @@ _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 )
 
 
-def _writable(x: Any) -> bool | None:
+def _is_writable(x: Any) -> bool | None:
     """Return whether an array with __dlpack__ may be written; None if its library does not say."""
     try:
         capsule = x.__dlpack__(max_version=(1, 0))
@@ -193,7 +193,7 @@ def _writable(x: Any) -> bool | None:
     return not _Versioned.from_address(address).flags & _READ_ONLY
 
 
-def _no_dtype(dtype: object) -> str:
+def _unsupported_dtype(dtype: object) -> str:
     names = ", ".join(sorted(str(d).removeprefix("torch.") for d in DTYPES))
     return f"dtype {dtype} cannot be communicated; convert to one of {names}"
 
@@ -233,18 +233,18 @@ def bytes_at(address: int, nbytes: int) -> list[Any]:
     return [memory_at(address, nbytes), nbytes, MPI.BYTE]
 
 
-def in_messages(tensor: torch.Tensor) -> list[list[Any]]:
+def message_buffers(tensor: torch.Tensor) -> list[list[Any]]:
     """Return a contiguous tensor's bytes as mpi4py buffers, none longer than MPI accepts; none for an empty tensor."""
     return [bytes_at(tensor.data_ptr() + lo, n) for lo, n in pieces(tensor.nbytes)]
 
 
-def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return True if two contiguous tensors have bytes of memory in common."""
     a_end, b_end = a.data_ptr() + a.numel() * a.element_size(), b.data_ptr() + b.numel() * b.element_size()
     return a.data_ptr() < b_end and b.data_ptr() < a_end
 
 
-def typed(address: int, numel: int, dtype: torch.dtype) -> list[Any]:
+def typed_buffer(address: int, numel: int, dtype: torch.dtype) -> list[Any]:
     """Return the mpi4py buffer specification of elements with which MPI computes.
 
     Args:
@@ -255,9 +255,9 @@ def typed(address: int, numel: int, dtype: torch.dtype) -> list[Any]:
     return [memory_at(address, numel * dtype.itemsize), numel, MPI_TYPES[dtype]]
 
 
-def typed_pieces(x: torch.Tensor) -> list[list[Any]]:
+def typed_buffers(x: torch.Tensor) -> list[list[Any]]:
     """Return a tensor as mpi4py buffers with which MPI computes, one per call: none is longer than MPI accepts."""
-    return [typed(x.data_ptr() + lo * x.element_size(), n, x.dtype) for lo, n in pieces(x.numel())]
+    return [typed_buffer(x.data_ptr() + lo * x.element_size(), n, x.dtype) for lo, n in pieces(x.numel())]
 
 
 def even_blocks(address: int, count: int, blocks: int, item: int) -> list[Any]:

@@ -8,7 +8,7 @@ of PyTorch run the same code.
 An accelerator executes the work on its streams while the host continues. Events order the two, and streams among each
 other:
 
-    event = recorded(device)        marks all work that the caller has queued on the device so far
+    event = record_event(device)        marks all work that the caller has queued on the device so far
     stream.wait_event(event)        later work on that stream starts after it
     event.synchronize()             the host waits for it, and then sees data that were copied to the host
 """
@@ -131,7 +131,7 @@ def new_stream(device: torch.device) -> torch.Stream:
     return torch.Stream(device=device)
 
 
-def recorded(device: torch.device, stream: torch.Stream | None = None, *, timed: bool = False) -> torch.Event:
+def record_event(device: torch.device, stream: torch.Stream | None = None, *, timed: bool = False) -> torch.Event:
     """Return an event that marks all work queued on a stream so far.
 
     Args:
@@ -200,7 +200,7 @@ def native_handle(stream: torch.Stream) -> int:
 # -- memory
 
 
-def fetched(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+def start_copy_to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Begin to copy a tensor to the host, after the work queued on the current stream.
 
     Returns:
@@ -208,9 +208,9 @@ def fetched(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """
     if not is_accelerator(tensor.device):
         return lambda: tensor
-    copy = pinned(tensor.shape, tensor.dtype, tensor.device)
+    copy = empty_pinned(tensor.shape, tensor.dtype, tensor.device)
     copy.copy_(tensor, non_blocking=True)
-    copied = recorded(tensor.device)
+    copied = record_event(tensor.device)
 
     def wait() -> torch.Tensor:
         copied.synchronize()
@@ -219,7 +219,7 @@ def fetched(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return wait
 
 
-def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def empty_pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return an uninitialized tensor in pinned host memory, so that copies to and from the device are asynchronous.
 
     Args:
@@ -284,18 +284,18 @@ def export_memory(tensor: torch.Tensor) -> list[Any]:
     return list(share(storage))
 
 
-def import_memory(told: Sequence[Any], device: torch.device) -> torch.Tensor:
+def import_memory(handle: Sequence[Any], device: torch.device) -> torch.Tensor:
     """Return the storage of another process's tensor as a flat uint8 tensor. The other process must keep it alive.
 
     Args:
-        told: Return value of `export_memory` in the other process.
+        handle: Return value of `export_memory` in the other process.
         device: Device of this process.
     """
     if device.type == "cuda":
-        parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in told]
+        parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle]
         storage = torch.UntypedStorage._new_shared_cuda(*parts)
     else:
-        storage = _module(device).import_memory(told)
+        storage = _module(device).import_memory(handle)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -362,7 +362,7 @@ def seed_generator(device: torch.device, seed: int) -> None:
 
 
 @contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
+def preserve_generators(device: torch.device) -> Iterator[None]:
     """Restore the default random generators of the CPU and of the device after the block."""
     with torch.random.fork_rng(devices=[device], device_type=device.type) if is_accelerator(device) else nullcontext():
         host = torch.get_rng_state()

@@ -303,7 +303,7 @@ def tree_order(parts: Sequence[Any], join: Callable[[Any, Any], Any]) -> Any:
 # -- The collectives: initial data and required result of each.
 
 
-def _everywhere(rank: int, block: int) -> bool:
+def _holds_every_block(rank: int, block: int) -> bool:
     return True
 
 
@@ -315,7 +315,7 @@ def all_reduce_of(size: int, blocks: int) -> Collective:
         blocks: Number of blocks of the vector.
     """
     ends = [Goal(WORK, b, b, range(size)) for b in range(blocks)]
-    return Collective("all_reduce", _everywhere, lambda r: ends, reduces=True)
+    return Collective("all_reduce", _holds_every_block, lambda r: ends, reduces=True)
 
 
 def reduce_of(size: int, blocks: int, root: int) -> Collective:
@@ -327,12 +327,12 @@ def reduce_of(size: int, blocks: int, root: int) -> Collective:
         root: Rank that receives the result.
     """
     ends = [Goal(WORK, b, b, range(size)) for b in range(blocks)]
-    return Collective("reduce", _everywhere, lambda r: ends if r == root else [], reduces=True)
+    return Collective("reduce", _holds_every_block, lambda r: ends if r == root else [], reduces=True)
 
 
 def reduce_scatter_of(size: int) -> Collective:
     """Specify a reduce-scatter on `size` ranks: rank r ends with block r, reduced over all ranks."""
-    return Collective("reduce_scatter", _everywhere, lambda r: [Goal(WORK, r, r, range(size))], reduces=True)
+    return Collective("reduce_scatter", _holds_every_block, lambda r: [Goal(WORK, r, r, range(size))], reduces=True)
 
 
 def all_gather_of(size: int) -> Collective:
@@ -359,7 +359,7 @@ def gather_of(size: int, root: int) -> Collective:
         root: Rank that receives the blocks.
     """
     ends = [Goal(INBOX, r, 0, (r,)) for r in range(size)]
-    return Collective("gather", _everywhere, lambda r: ends if r == root else [])
+    return Collective("gather", _holds_every_block, lambda r: ends if r == root else [])
 
 
 def scatter_of(size: int, root: int) -> Collective:
@@ -374,7 +374,7 @@ def scatter_of(size: int, root: int) -> Collective:
 
 def all_to_all_of(size: int) -> Collective:
     """Specify an all-to-all on `size` ranks: block r of the WORK of rank s ends in cell s of the INBOX of rank r."""
-    return Collective("all_to_all", _everywhere, lambda r: [Goal(INBOX, s, r, (s,)) for s in range(size)])
+    return Collective("all_to_all", _holds_every_block, lambda r: [Goal(INBOX, s, r, (s,)) for s in range(size)])
 
 
 def all_gather_to_caller_of(size: int) -> Collective:
@@ -462,13 +462,13 @@ class _Simulation:
                 self._exchange(step)
             elif isinstance(step, Combine):
                 for owner, _ in step.parts[1:]:
-                    self._busy(owner, step.into, self.reduce_rate)
+                    self._add_work(owner, step.into, self.reduce_rate)
             elif isinstance(step, Copy):
-                self._busy(step.dest, step.of, self.copy_rate)
+                self._add_work(step.dest, step.of, self.copy_rate)
             elif isinstance(step, Fence):
-                self._wait(self._last())
+                self._wait(self._last_arrival())
             elif isinstance(step, Signal):
-                self.signals[step.event] = self._last()
+                self.signals[step.event] = self._last_arrival()
             elif isinstance(step, Await):
                 self._wait(self.signals[step.event])
         return float(np.maximum(self.clock, self.adding).max())
@@ -486,14 +486,14 @@ class _Simulation:
         """
         return np.maximum(1.0, np.bincount(self.node, weights=works)[self.node] / self.machine.cores)
 
-    def _busy(self, peer: int | np.ndarray, span: Span, rate: np.ndarray) -> None:
+    def _add_work(self, peer: int | np.ndarray, span: Span, rate: np.ndarray) -> None:
         """Add the time of local work, at `rate` bytes per second, on the ranks whose peer is not NONE."""
         size = self._bytes(span)
         works = np.broadcast_to(np.asarray(peer) != NONE, self.ranks.shape) & (size > 0)
         takes = (self.machine.step + size / rate) * self._turns(works)
         self.clock = np.where(works, self.clock + takes, self.clock)
 
-    def _last(self) -> np.ndarray:
+    def _last_arrival(self) -> np.ndarray:
         """Return, for each rank, the time at which the last rank of its node reaches this step."""
         last = np.zeros(self.node.max() + 1)
         np.maximum.at(last, self.node, np.maximum(self.clock, self.adding))

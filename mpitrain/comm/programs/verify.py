@@ -48,10 +48,10 @@ from mpitrain.comm.programs.program import (
     Tell,
 )
 
-_MOST = 256  # largest number of chunks over all ranks; a proof takes about a millisecond per chunk
+_MAX_CHUNKS = 256  # largest number of chunks over all ranks; a proof takes about a millisecond per chunk
 
 Order = Callable[[int], Iterable[tuple[int, int]]]
-"""The caller's doing: for a rank, (run, phase) in the order in which it comes to them."""
+"""Function that returns, for a rank, the pairs (run, phase) in the order in which the caller starts them."""
 
 _Cell = tuple[str, int, int]  # memory, vector, number
 
@@ -97,9 +97,9 @@ class _Rank:
     Attributes:
         rank: Number of the rank.
         steps: Steps, each with the run that it belongs to.
-        clock: Vector clock: for each rank, the number of its stretches between meetings that this rank knows of, its
-            own current stretch included.
-        at: Index of the current step.
+        clock: Vector clock: for each rank, the number of its intervals between meetings that this rank knows of, its
+            own current interval included.
+        index: Index of the current step.
         outgoing: Values of the send in progress, read when the step began; None if no exchange has begun.
         sent, received: True if that half of the current exchange is complete.
         memory: Values of the cells.
@@ -108,7 +108,7 @@ class _Rank:
     rank: int
     steps: list[tuple[int, _Step]]
     clock: list[int]
-    at: int = 0
+    index: int = 0
     outgoing: list[Value] | None = None
     sent: bool = False
     received: bool = False
@@ -117,29 +117,29 @@ class _Rank:
     @property
     def step(self) -> _Step | None:
         """Current step; None after the last one."""
-        return self.steps[self.at][1] if self.at < len(self.steps) else None
+        return self.steps[self.index][1] if self.index < len(self.steps) else None
 
     @property
     def run(self) -> int:
         """Run that the current step belongs to."""
-        return self.steps[self.at][0]
+        return self.steps[self.index][0]
 
     def advance(self) -> None:
         """Go to the next step."""
-        self.at, self.outgoing, self.sent, self.received = self.at + 1, None, False, False
+        self.index, self.outgoing, self.sent, self.received = self.index + 1, None, False, False
 
-    def learn(self, clocks: Iterable[Sequence[int]]) -> None:
+    def merge_clocks(self, clocks: Iterable[Sequence[int]]) -> None:
         """Merge the clocks of other ranks into this rank's clock."""
         self.clock = [max(known) for known in zip(self.clock, *clocks, strict=True)]
 
 
 @dataclass
 class _Access:
-    """Last accesses to a cell. Each is identified by the rank and the number of the stretch of its steps.
+    """Last accesses to a cell. Each is identified by the rank and the number of the interval of its steps.
 
     Attributes:
-        write: (rank, stretch) of the last write.
-        reads: Stretch of each rank's last read since that write, by rank.
+        write: (rank, interval) of the last write.
+        reads: Interval of each rank's last read since that write, by rank.
     """
 
     write: tuple[int, int] | None = None
@@ -185,7 +185,7 @@ class _Verifier:
         program: The program.
         ranks: State of each rank.
         limit: Number of cells of each memory.
-        touched: Last accesses by (owner, cell).
+        accesses: Last accesses by (owner, cell).
         signals: For (node, run, event), the clock of each rank at its signal.
     """
 
@@ -193,7 +193,7 @@ class _Verifier:
         self.program = program
         self.ranks = [_Rank(r, _steps(program, r, order), _begin_clock(r, program.size)) for r in range(program.size)]
         self.limit = {WORK: program.chunks, SLOT: program.slots, INBOX: program.inbox, CALLER: program.chunks, BOARD: 1}
-        self.touched: dict[tuple[int, _Cell], _Access] = defaultdict(_Access)
+        self.accesses: dict[tuple[int, _Cell], _Access] = defaultdict(_Access)
         self.signals: dict[tuple[int, int, str], dict[int, list[int]]] = defaultdict(dict)
 
     def run(self) -> None:
@@ -210,7 +210,7 @@ class _Verifier:
                     progress = True
         stuck = [s for s in self.ranks if s.step is not None]
         if stuck:
-            where = "; ".join(f"rank {s.rank} at step {s.at}: {s.step}" for s in stuck[:4])
+            where = "; ".join(f"rank {s.rank} at step {s.index}: {s.step}" for s in stuck[:4])
             raise ProgramError(f"{self.program.name} on {self.program.size} ranks deadlocks: {where}")
 
     def _try(self, state: _Rank) -> bool:
@@ -237,7 +237,7 @@ class _Verifier:
         elif isinstance(step, Finish):
             self._finish(state, step)
         else:
-            self._on_board(state, step)
+            self._use_board(state, step)
         state.advance()
         return True
 
@@ -246,7 +246,7 @@ class _Verifier:
         for chunk in range(program.chunks):
             has_block = program.collective.holds(state.rank, chunk // program.segments)
             for cell in (self._cell(state, WORK, chunk), self._cell(state, CALLER, chunk)):
-                self._touch(state, state.rank, cell, wrote=True)
+                self._access(state, state.rank, cell, wrote=True)
                 state.memory.pop(cell, None)
                 if has_block:
                     state.memory[cell] = Value(chunk, 1 << state.rank, state.run)
@@ -276,14 +276,14 @@ class _Verifier:
             return True
         return changed
 
-    def _deliver(self, peer: _Rank, wanted: Exchange, values: list[Value]) -> None:
-        cells = self._cells(peer, wanted.recv)
+    def _deliver(self, peer: _Rank, step: Exchange, values: list[Value]) -> None:
+        cells = self._cells(peer, step.recv)
         if len(cells) != len(values):
-            raise self._error(peer, f"expects {len(cells)} chunks, rank {wanted.source} sends {len(values)}")
+            raise self._error(peer, f"expects {len(cells)} chunks, but rank {step.source} sends {len(values)}")
         for cell, value in zip(cells, values, strict=True):
             if cell[0] == WORK and cell[2] != value.chunk:
                 raise self._error(peer, f"receives chunk {value.chunk} where chunk {cell[2]} belongs")
-            if wanted.reduce:
+            if step.reduce:
                 value = self._add(peer, self._read(peer, peer.rank, cell), value)
             self._write(peer, peer.rank, cell, value)
 
@@ -296,7 +296,7 @@ class _Verifier:
         members = self._members(state)
         if not all(isinstance(member.step, Fence) for member in members):
             return False
-        state.learn([member.clock for member in members])
+        state.merge_clocks([member.clock for member in members])
         for member in members:
             member.clock = list(state.clock)
             member.clock[member.rank] += 1
@@ -306,7 +306,7 @@ class _Verifier:
     def _signal(self, state: _Rank, step: Signal) -> None:
         clocks = self.signals[self.program.nodes[state.rank], state.run, step.event]
         if state.rank in clocks:
-            raise self._error(state, f"gives the signal {step.event} twice in a run")
+            raise self._error(state, f"signals {step.event} twice in a run")
         clocks[state.rank] = list(state.clock)
         state.clock[state.rank] += 1
 
@@ -314,16 +314,16 @@ class _Verifier:
         clocks = self.signals[self.program.nodes[state.rank], state.run, step.event]
         if len(clocks) < len(self._members(state)):
             return False
-        state.learn(clocks.values())
+        state.merge_clocks(clocks.values())
         state.advance()
         return True
 
-    def _on_board(self, state: _Rank, step: Tell | Compare) -> None:
+    def _use_board(self, state: _Rank, step: Tell | Compare) -> None:
         if isinstance(step, Compare):
             for member in self._members(state):
                 row = self._read(state, member.rank, (BOARD, 0, 0))
                 if row.run != state.run:
-                    raise self._error(state, f"compares with what rank {member.rank} does in run {row.run}")
+                    raise self._error(state, f"compares with the operation of rank {member.rank} in run {row.run}")
         else:
             self._write(state, state.rank, (BOARD, 0, 0), Value(0, 1 << state.rank, state.run))
 
@@ -336,7 +336,7 @@ class _Verifier:
                 part = self._read(state, int(owner), self._cells(state, span)[offset])
                 total = part if total is None else self._add(state, total, part)
             if total is None:
-                raise self._error(state, "combines nothing")
+                raise self._error(state, "combines no operands")
             self._write(state, state.rank, cell, total)
 
     def _copy(self, state: _Rank, step: Copy) -> None:
@@ -373,54 +373,56 @@ class _Verifier:
         return [self._cell(state, span.memory, number) for number in range(int(span.lo), int(span.hi))]
 
     def _read(self, state: _Rank, owner: int, cell: _Cell) -> Value:
-        self._touch(state, owner, cell, wrote=False)
+        self._access(state, owner, cell, wrote=False)
         value = self.ranks[owner].memory.get(cell)
         if value is None:
-            raise self._error(state, f"reads {cell} of rank {owner}, which holds nothing")
+            raise self._error(state, f"reads {cell} of rank {owner}, which nobody has written")
         return value
 
     def _write(self, state: _Rank, owner: int, cell: _Cell, value: Value) -> None:
-        self._touch(state, owner, cell, wrote=True)
+        self._access(state, owner, cell, wrote=True)
         self.ranks[owner].memory[cell] = value
 
-    def _touch(self, state: _Rank, owner: int, cell: _Cell, wrote: bool) -> None:
+    def _access(self, state: _Rank, owner: int, cell: _Cell, wrote: bool) -> None:
         memory, _, number = cell
         if not 0 <= number < self.limit[memory]:
-            raise self._error(state, f"touches {cell}, outside the {self.limit[memory]} cells there are")
+            raise self._error(state, f"accesses {cell}, but this memory has {self.limit[memory]} cells")
         if self.program.nodes[owner] != self.program.nodes[state.rank]:
-            raise self._error(state, f"touches memory of rank {owner}, which is on another node")
+            raise self._error(state, f"accesses memory of rank {owner}, which is on another node")
         if memory in (INBOX, CALLER):
             if owner != state.rank:
-                raise self._error(state, f"touches the private {memory} of rank {owner}")
+                raise self._error(state, f"accesses the private {memory} of rank {owner}")
             return
-        access, stretch = self.touched[owner, cell], state.clock[state.rank]
+        access, interval = self.accesses[owner, cell], state.clock[state.rank]
         earlier = [access.write] if access.write is not None else []
         earlier += access.reads.items() if wrote else []
         unknown = sorted(rank for rank, when in earlier if rank != state.rank and state.clock[rank] < when)
         if unknown:
-            raise self._error(state, f"touches {cell} of rank {owner} together with ranks {unknown}: nobody waits")
+            raise self._error(state, f"accesses {cell} of rank {owner} while ranks {unknown} may use it: nobody waits")
         if wrote:
-            access.write = state.rank, stretch
+            access.write = state.rank, interval
             access.reads.clear()
         else:
-            access.reads[state.rank] = stretch
+            access.reads[state.rank] = interval
 
     def _add(self, state: _Rank, a: Value, b: Value) -> Value:
         if (a.chunk, a.run) != (b.chunk, b.run):
             raise self._error(state, f"adds chunk {b.chunk} of run {b.run} to chunk {a.chunk} of run {a.run}")
         if a.ranks & b.ranks:
-            raise self._error(state, f"adds contributions {a.ranks & b.ranks:b} to chunk {a.chunk} twice")
+            raise self._error(
+                state, f"adds the contributions of ranks {a.ranks & b.ranks:b} (bit mask) to chunk {a.chunk} twice"
+            )
         if a.finished or b.finished:
             raise self._error(state, f"adds to chunk {a.chunk}, which is finished")
         return Value(a.chunk, a.ranks | b.ranks, a.run)
 
     def _error(self, state: _Rank, what: str) -> ProgramError:
-        at = f"rank {state.rank}, step {state.at} ({state.step})"
+        at = f"rank {state.rank}, step {state.index} ({state.step})"
         return ProgramError(f"{self.program.name} on {self.program.size} ranks: {at} {what}")
 
 
 def _begin_clock(rank: int, size: int) -> list[int]:
-    """Return the initial clock of a rank, which knows only of its own first stretch."""
+    """Return the initial clock of a rank, which knows only of its own first interval."""
     return [int(other == rank) for other in range(size)]
 
 
@@ -444,14 +446,14 @@ class Proofs:
     def __init__(self) -> None:
         self._proved: set[Hashable] = set()
 
-    def require(self, program: Program) -> None:
+    def prove(self, program: Program) -> None:
         """Prove a program unless it was proved before. A program that is too large to prove here is accepted.
 
         Raises:
             ProgramError: The program is wrong.
         """
         shape = program.name, program.size, program.nodes, program.blocks, program.segments
-        if shape in self._proved or program.size * program.chunks > _MOST:
+        if shape in self._proved or program.size * program.chunks > _MAX_CHUNKS:
             return
         verify(program)
         self._proved.add(shape)

@@ -10,7 +10,7 @@ into shared memory, without waiting for anybody:
 The rank then looks at the words of the others. If another rank has signed the same number with a different digest, the
 ranks have diverged, and the rank that came later raises instead of going on. So two ranks never exchange data for
 different arguments. (Some MPI libraries would write a message that is too long past the end of its buffer, and all of
-them interpret data of one type as another.) `repeated` contains the same check for a repeated operation.
+them interpret data of one type as another.) `make_repeated_call` contains the same check for a repeated operation.
 
 `compare`, for any ranks, also on different nodes. The ranks exchange what they are about to do, and all of them
 detect a mismatch. It costs an all-gather of 16 bytes. It is used before arenas and node copies are made, and, in debug
@@ -53,44 +53,45 @@ class Register:
     """Shared memory in which the ranks of a node sign for the operations of one communicator.
 
     Attributes:
-        own, others: Word of this rank and words of the other ranks; each is a memory view of one element.
+        own_word, other_words: Word of this rank and words of the other ranks; each is a memory view of one element.
         last: One-element list with the number of this rank's last operation, times STEP.
     """
 
-    def __init__(self, ranks: Sequence[int], own: int, memory: Callable[[int], int], syncs: Sequence[Call]) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, memory: Callable[[int], int], syncs: Sequence[Call]) -> None:
         """Map the words and directories of all ranks of the node.
 
         Args:
             ranks: Ranks of the node.
-            own: This rank.
+            rank: This rank.
             memory: For a rank, the address of NBYTES bytes, initially zero, that only that rank writes.
             syncs: Calls that make writes visible to later reads, on machines that need them.
         """
-        self._ranks, self._rank, self._syncs = ranks, own, syncs
-        areas = {rank: tensor_at(memory(rank), NBYTES, torch.uint8).numpy() for rank in ranks}
-        self._words = {rank: area.data[:8].cast("Q") for rank, area in areas.items()}
-        self.own, self.others = self._words[own], [word for rank, word in self._words.items() if rank != own]
+        self._ranks, self._rank, self._syncs = ranks, rank, syncs
+        areas = {other: tensor_at(memory(other), NBYTES, torch.uint8).numpy() for other in ranks}
+        self._words = {other: area.data[:8].cast("Q") for other, area in areas.items()}
+        self.own_word = self._words[rank]
+        self.other_words = [word for other, word in self._words.items() if other != rank]
         self.last = [0]
-        self._directories = {rank: area[_TEXT:].reshape(_ENTRIES, _TEXT) for rank, area in areas.items()}
+        self._directories = {other: area[_TEXT:].reshape(_ENTRIES, _TEXT) for other, area in areas.items()}
         self._signed = 0  # number of texts written to the directory
         self._lock = threading.Lock()
 
-    def signature(self, said: str, *, meets: bool, together: bool) -> Signature:
+    def signature(self, description: str, *, meets: bool, synchronizing: bool) -> Signature:
         """Return the signature of an operation, to be called each time before the operation.
 
         Args:
-            said: The operation and its arguments, in words.
+            description: The operation and its arguments, in words.
             meets: True if its ranks meet at a fence.
-            together: True if no rank can complete it before all have begun it.
+            synchronizing: True if no rank can complete it before all have begun it.
         """
-        digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=4).digest(), "little") % STEP
+        digest = int.from_bytes(hashlib.blake2b(description.encode(), digest_size=4).digest(), "little") % STEP
         digest = digest | _MEETS if meets else digest & ~_MEETS
-        text = digest.to_bytes(8, "little") + said.encode()[: _TEXT - 8].ljust(_TEXT - 8, b"\0")
+        text = digest.to_bytes(8, "little") + description.encode()[: _TEXT - 8].ljust(_TEXT - 8, b"\0")
         self._directories[self._rank][self._signed % _ENTRIES] = np.frombuffer(text, dtype=np.uint8)
         self._signed += 1
-        return Signature(self, digest, together)
+        return Signature(self, digest, synchronizing)
 
-    def look(self, number: int, digest: int, together: bool) -> None:
+    def check_words(self, number: int, digest: int, synchronizing: bool) -> None:
         """Compare this rank's operation with the words of the other ranks.
 
         If two ranks arrive at the same time, at least one of them must see the word of the other. Taking a lock ensures
@@ -99,29 +100,29 @@ class Register:
         Args:
             number: Number of this rank's operation, times STEP.
             digest: Digest of its arguments.
-            together: True if no rank can complete it before all have begun it.
+            synchronizing: True if no rank can complete it before all have begun it.
 
         Raises:
-            CommunicationError: Another rank has signed a different operation with the same number; or, if `together`,
-                a later operation, although it cannot have completed this one.
+            CommunicationError: Another rank has signed a different operation with the same number; or, if
+                `synchronizing`, a later operation, although it cannot have completed this one.
         """
         with self._lock:
             pass
         for call in self._syncs:
             call()
         word = number + digest
-        for other in self.others:
+        for other in self.other_words:
             theirs = other[0]
             if theirs != word and theirs >= number:
-                self._raise(number, digest, together)
+                self._raise_mismatch(number, digest, synchronizing)
                 return
 
-    def _raise(self, number: int, digest: int, together: bool) -> None:
+    def _raise_mismatch(self, number: int, digest: int, synchronizing: bool) -> None:
         wrong: list[str] = []
         for rank in self._ranks:
             word = self._words[rank][0]
-            if word >= number + STEP and together:
-                wrong.append(f"rank {rank} has gone on to {self._text(rank, word % STEP)}")
+            if word >= number + STEP and synchronizing:
+                wrong.append(f"rank {rank} has already begun {self._text(rank, word % STEP)}")
             elif number <= word < number + STEP and word % STEP != digest and not word & digest & _MEETS:
                 wrong.append(f"rank {rank}: {self._text(rank, word % STEP)}")
         if wrong:
@@ -145,25 +146,25 @@ class Signature:
         CommunicationError: When called, if another rank has signed for something else.
     """
 
-    __slots__ = ("digest", "register", "together")
+    __slots__ = ("digest", "register", "synchronizing")
 
-    def __init__(self, register: Register, digest: int, together: bool) -> None:
-        self.register, self.digest, self.together = register, digest, together
+    def __init__(self, register: Register, digest: int, synchronizing: bool) -> None:
+        self.register, self.digest, self.synchronizing = register, digest, synchronizing
 
-    def __call__(self) -> None:  # `repeated` has a copy of this code
+    def __call__(self) -> None:  # `make_repeated_call` has a copy of this code
         register = self.register
         register.last[0] = number = register.last[0] + STEP
-        register.own[0] = word = number + self.digest
-        for other in register.others:
+        register.own_word[0] = word = number + self.digest
+        for other in register.other_words:
             if other[0] != word:  # that rank has not arrived yet, or is in another operation
-                register.look(number, self.digest, self.together)
+                register.check_words(number, self.digest, self.synchronizing)
                 return
 
 
-Timed = Callable[["torch.Tensor | None"], float]
+TimedCall = Callable[["torch.Tensor | None"], float]
 
 
-def seen(record: Record, name: str, tensor: torch.Tensor | None, act: Callable[[], object]) -> None:
+def run_watched(record: Record, name: str, tensor: torch.Tensor | None, act: Callable[[], object]) -> None:
     """Perform an action that may wait, visible to the watchdog.
 
     Args:
@@ -184,12 +185,12 @@ def seen(record: Record, name: str, tensor: torch.Tensor | None, act: Callable[[
         record.end()
 
 
-def repeated(record: Record, name: str, calls: Sequence[Call], waiting: Sized, drain: Call) -> Timed:
+def make_repeated_call(record: Record, name: str, calls: Sequence[Call], waiting: Sized, drain: Call) -> TimedCall:
     """Return one function that performs a repeated operation.
 
     The function takes the operation's tensor, for the watchdog, and returns the `time.monotonic()` at which the
-    operation began, for the journal. It raises CommunicationError if MPI fails, or if another rank of the node is in
-    another operation.
+    operation began, for the traffic counters. It raises CommunicationError if MPI fails, or if another rank of the node
+    is in another operation.
 
     Args:
         record: Record in which the watchdog sees the operation.
@@ -202,8 +203,9 @@ def repeated(record: Record, name: str, calls: Sequence[Call], waiting: Sized, d
     words: Sequence[memoryview] = ()
     signs = isinstance(signature, Signature)  # false without data, or if the rank is alone on its node
     if isinstance(signature, Signature):
-        performed, digest, wait_all, register = performed[1:], signature.digest, signature.together, signature.register
-        last, own_word, words, look = register.last, register.own, register.others, register.look
+        performed, digest, register = performed[1:], signature.digest, signature.register
+        last, own_word, words = register.last, register.own_word, register.other_words
+        check_words, synchronizing = register.check_words, signature.synchronizing
     thread, now = threading.get_ident, time.monotonic
 
     def perform(tensor: torch.Tensor | None) -> float:
@@ -220,7 +222,7 @@ def repeated(record: Record, name: str, calls: Sequence[Call], waiting: Sized, d
         try:
             for theirs in words:
                 if theirs[0] != word:
-                    look(number, digest, wait_all)
+                    check_words(number, digest, synchronizing)
                     break
             for call in performed:
                 call()
@@ -238,38 +240,38 @@ _BYTES = 400  # of a text in a message
 _DIGEST = 8  # bytes of a digest of the whole text; long texts may differ only after the first _BYTES
 
 
-def compare(comm: MPI.Intracomm, said: str, shown: str = "", place: str = "", nodes: Sequence[int] = ()) -> None:
+def compare(comm: MPI.Intracomm, description: str, shown: str = "", place: str = "", nodes: Sequence[int] = ()) -> None:
     """Compare by messages what all ranks are about to do. Collective.
 
     Args:
         comm: The ranks.
-        said: Description that must be equal on all ranks.
-        shown: Description for the error message; by default `said`.
+        description: Description that must be equal on all ranks.
+        shown: Description for the error message; by default `description`.
         place: Description that must be equal on the ranks of each node.
         nodes: Node number of each rank, if there is a `place`.
 
     Raises:
         CommunicationError: The descriptions differ; raised on every rank, with each rank's description and source line.
     """
-    digests = _exchanged(comm, _digest(said) + _digest(place), 2 * _DIGEST)
+    digests = _all_gather_rows(comm, _digest(description) + _digest(place), 2 * _DIGEST)
     calls = {digest[:_DIGEST] for digest in digests}
     places = {(node, digest[_DIGEST:]) for node, digest in zip(nodes, digests, strict=False)}
     if len(calls) == 1 and len(places) == len(set(nodes)):
         return
-    own_texts = (shown or said).encode(), line_of(sys._getframe(1)).encode()
+    parts = (shown or description).encode(), line_of(sys._getframe(1)).encode()
     texts, lines = (
-        [row.rstrip(b"\0").decode(errors="replace") for row in _exchanged(comm, text, _BYTES)] for text in own_texts
+        [row.rstrip(b"\0").decode(errors="replace") for row in _all_gather_rows(comm, text, _BYTES)] for text in parts
     )
     table = "".join(f"\n  rank {r}  {texts[r]}  at {lines[r]}" for r in range(comm.size))
     wrong = (
         "ranks call different operations; every rank must make the same call with the same sizes"
         if len(calls) > 1
-        else "ranks pass different parts of an arena; on a node they must lie at the same offset"
+        else "ranks pass different parts of an arena; pass the same offset on all ranks of a node"
     )
     raise CommunicationError(f"{wrong}:{table}", agreed=comm.size == MPI.COMM_WORLD.size)
 
 
-def _exchanged(comm: MPI.Intracomm, mine: bytes, nbytes: int) -> list[bytes]:
+def _all_gather_rows(comm: MPI.Intracomm, mine: bytes, nbytes: int) -> list[bytes]:
     """Return the bytes of every rank, cut or padded with zeros to `nbytes` bytes. Collective."""
     everyone = np.empty((comm.size, nbytes), dtype=np.uint8)
     comm.Allgather(np.frombuffer(mine[:nbytes].ljust(nbytes, b"\0"), dtype=np.uint8), everyone)
@@ -302,7 +304,7 @@ _BEGIN = _ADDRESS + _ROW_DIGEST
 _ABSENT = bytes(_ROW_DIGEST)
 
 
-def described(operation: str, numel: int, dtype: torch.dtype, *details: str) -> str:
+def describe_call(operation: str, numel: int, dtype: torch.dtype, *details: str) -> str:
     """Return a description of an operation and its arguments, for messages.
 
     Args:
@@ -314,25 +316,25 @@ def described(operation: str, numel: int, dtype: torch.dtype, *details: str) -> 
     return ", ".join([f"{operation} of {numel} {str(dtype).removeprefix('torch.')}", *filter(None, details)])
 
 
-def row_of(address: int, said: str, more: str = "") -> bytes:
+def make_row(address: int, description: str, more: str = "") -> bytes:
     """Return the row with which a rank announces its operation and the address of its memory.
 
     Args:
         address: Address of the memory that other ranks access.
-        said: Description that must be equal on all ranks.
+        description: Description that must be equal on all ranks.
         more: Further text that must be equal, but is not shown in messages.
     """
-    text = said.encode()
+    text = description.encode()
     digest = hashlib.blake2b(text + more.encode(), digest_size=_ROW_DIGEST).digest()
     return address.to_bytes(_ADDRESS, "little", signed=True) + digest + text[: ROW - _BEGIN].ljust(ROW - _BEGIN, b"\0")
 
 
-def addresses(rows: bytes) -> np.ndarray:
+def row_addresses(rows: bytes) -> np.ndarray:
     """Return the addresses in several consecutive rows, as an int64 array."""
     return np.frombuffer(rows, dtype=np.int64).reshape(-1, ROW // _ADDRESS)[:, 0]
 
 
-def difference(rows: Sequence[bytes], ranks: Sequence[int]) -> str:
+def describe_difference(rows: Sequence[bytes], ranks: Sequence[int]) -> str:
     """Describe how the rows of some ranks differ, in one line; return "" if they are equal.
 
     Args:
@@ -342,7 +344,7 @@ def difference(rows: Sequence[bytes], ranks: Sequence[int]) -> str:
     ranks_by_row: dict[bytes, list[int]] = {}
     for rank, row in zip(ranks, rows, strict=True):
         ranks_by_row.setdefault(row[_ADDRESS:], []).append(rank)
-    if len(ranks_by_row) == 1 and not _absent(rows[0]):
+    if len(ranks_by_row) == 1 and not _is_absent(rows[0]):
         return ""
     texts = [
         f"rank{'s' * (len(group) > 1)} {', '.join(map(str, group))}: {_text(row)}"
@@ -350,16 +352,20 @@ def difference(rows: Sequence[bytes], ranks: Sequence[int]) -> str:
     ]
     return (
         f"ranks call different operations: {'; '.join(texts)}. Every rank must make the same call, with the same sizes "
-        "and types, on tensors at the same place of an arena or in none"
+        "and types, on tensors at the same offset of an arena, or outside of arenas"
     )
 
 
-def _absent(row: bytes) -> bool:
+def _is_absent(row: bytes) -> bool:
     return row[_ADDRESS:_BEGIN] == _ABSENT
 
 
 def _text(row: bytes) -> str:
-    return "is elsewhere" if row[:_ROW_DIGEST] == _ABSENT else row[_ROW_DIGEST:].rstrip(b"\0").decode(errors="replace")
+    return (
+        "in another operation"
+        if row[:_ROW_DIGEST] == _ABSENT
+        else row[_ROW_DIGEST:].rstrip(b"\0").decode(errors="replace")
+    )
 
 
 class Board:
@@ -370,10 +376,10 @@ class Board:
 
     Attributes:
         shared: True if the rows are in shared memory; otherwise they are exchanged as messages.
-        own, word: Row and word of this rank.
-        others: Words of the other ranks.
+        own_row, word: Row and word of this rank.
+        other_words: Words of the other ranks.
         last: One-element list with the number of this rank's last program, times `_PROGRAM`.
-        shown: The bytes object last copied into this rank's row.
+        last_row: The bytes object last copied into this rank's row.
     """
 
     def __init__(self, node: MPI.Intracomm, ranks: Sequence[int], arena: Arena, agreed: bool) -> None:
@@ -391,11 +397,11 @@ class Board:
         first = next(iter(arena.segments.values())) if self.shared else arena.start  # one segment has all rows
         memory = tensor_at(first, node.size * (ROW + LINE), torch.uint8).numpy().data
         self._rows, lines = memory[: node.size * ROW], memory[node.size * ROW :]
-        self.own = self._rows[node.rank * ROW : (node.rank + 1) * ROW]
+        self.own_row = self._rows[node.rank * ROW : (node.rank + 1) * ROW]
         self._words = [lines[rank * LINE : rank * LINE + 8].cast("Q") for rank in range(node.size)]
         self.word = self._words[node.rank]
-        self.others = [word for rank, word in enumerate(self._words) if rank != node.rank] if self.shared else []
-        self.last, self.shown = [0], b""
+        self.other_words = [word for rank, word in enumerate(self._words) if rank != node.rank] if self.shared else []
+        self.last, self.last_row = [0], b""
 
     def rows(self) -> bytes:
         """Return the rows of all ranks. Collective if they are exchanged as messages."""
@@ -413,34 +419,36 @@ class Board:
         if self.shared:
             here = [word[0] // _PROGRAM == self.last[0] // _PROGRAM for word in self._words]
             each = [row if is_here else bytes(ROW) for row, is_here in zip(each, here, strict=True)]
-        wrong = difference(each, self._ranks)
+        wrong = describe_difference(each, self._ranks)
         if not wrong:
             return
-        everybody = not any(map(_absent, each))
+        everybody = not any(map(_is_absent, each))
         if everybody:
             self._node.Barrier()  # no rank writes its next row before all have read the rows
         else:  # ranks that are elsewhere have not counted this program
             self.last[0] = self.word[0] = (self.last[0] - _PROGRAM) & _LARGEST
         raise CommunicationError(wrong, agreed=self._agreed and everybody)
 
-    def meeting(self, row: bytes, fence: Sequence[Call], learn: Callable[[bytes], None] | None = None) -> Call:
+    def make_meeting_call(
+        self, row: bytes, fence: Sequence[Call], on_change: Callable[[bytes], None] | None = None
+    ) -> Call:
         """Return a call that announces an operation, passes the fence, and compares the rows of all ranks.
 
         The call raises CommunicationError, on all ranks, if the rows differ. It is a single function because in a small
         operation, calls between Python functions would be most of the cost of the comparison.
 
         Args:
-            row: Row of the operation, see `row_of`.
+            row: Row of the operation, see `make_row`.
             fence: Calls at which the ranks of the node meet.
-            learn: Called with the rows of all ranks when they have changed.
+            on_change: Called with the rows of all ranks when they have changed.
         """
-        digest, seen = int.from_bytes(row[_ADDRESS:_BEGIN], "little") % _PROGRAM, b""
-        last, word, others, shared = self.last, self.word, self.others, self.shared
+        digest, last_rows = int.from_bytes(row[_ADDRESS:_BEGIN], "little") % _PROGRAM, b""
+        last, word, others, shared = self.last, self.word, self.other_words, self.shared
 
         def meet() -> None:
-            nonlocal seen
-            if self.shown is not row:  # in a training loop it is often the same row
-                self.own[:] = self.shown = row
+            nonlocal last_rows
+            if self.last_row is not row:  # in a training loop it is often the same row
+                self.own_row[:] = self.last_row = row
             last[0] = number = (last[0] + _PROGRAM) & _LARGEST
             word[0] = mine = number + digest
             for call in fence:
@@ -450,10 +458,10 @@ class Board:
                     self.check()
             if not shared:
                 self.check()
-            if learn is not None:
+            if on_change is not None:
                 rows = self.rows()
-                if rows != seen:  # in a training loop they rarely change
-                    learn(rows)
-                    seen = rows
+                if rows != last_rows:  # in a training loop they rarely change
+                    on_change(rows)
+                    last_rows = rows
 
         return meet

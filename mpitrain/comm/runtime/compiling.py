@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.traffic import Moved
+from mpitrain.comm.job.traffic import Volume
 from mpitrain.comm.memory.elements import HALVES, LARGEST_COUNT
 from mpitrain.comm.programs.program import (
     CALLER,
@@ -158,15 +158,15 @@ class Plan:
         self._sync, self._fence = sync, [*sync, meet, *sync]
         self._rank, self._item = comm.rank, layout.dtype.itemsize
         in_place = layout.source == layout.target
-        self._inside = self._between = 0  # bytes moved inside and between nodes in the phase being compiled
-        self._arrived = bytearray([in_place]) * program.chunks  # 1 for each chunk of WORK that is in the target by now
-        self._phases: list[tuple[list[Maker], str, Moved]] = []  # makers, event awaited before them, bytes moved
+        self._inside = self._between = 0  # intra-node and inter-node bytes of the phase being compiled
+        self._written = bytearray([in_place]) * program.chunks  # 1 for each chunk of WORK that is in the target by now
+        self._phases: list[tuple[list[Maker], str, Volume]] = []  # makers, event awaited before them, bytes moved
         self._scratch: list[torch.Tensor] = []
         self._exchanges = 0
         self._landings: list[int] = []  # numbers of scratch areas
         self._fetches: list[int] = []
         self._transfers = Transfers(layout.neighbours) if layout.neighbours is not None else None
-        self._locals: list[Place] = []  # this rank's side of each transfer
+        self._local_places: list[Place] = []  # this rank's side of each transfer
         self._inbox_bounds = layout.inbox_bounds or [i * layout.slot for i in range(program.inbox + 1)]
         nbytes = 0 if layout.inbox else self._inbox_bounds[-1]
         self._inbox = self._new_scratch(nbytes) if nbytes else NONE  # in scratch memory, unless the layout has an inbox
@@ -175,10 +175,10 @@ class Plan:
             self._order = _CallOrder()
             self._compile(steps)
             if steps is phases[-1]:
-                self._bring_home()
+                self._copy_unwritten_blocks()
             awaited = steps[0].event if steps and isinstance(steps[0], Await) else ""
-            moved = Moved(program.name.split()[0], self._inside, self._between)
-            self._phases.append(([entry.call for entry in self._order.entries], awaited, moved))
+            volume = Volume(program.name.split()[0], self._inside, self._between)
+            self._phases.append(([entry.call for entry in self._order.entries], awaited, volume))
             self._inside = self._between = 0
 
     def bind(self, layout: Layout) -> Compiled:
@@ -189,13 +189,14 @@ class Plan:
     def bind_phases(self, layout: Layout) -> list[Compiled]:
         """Bind each phase of the program to the addresses of a layout. Only one bound program may run at a time."""
         meets = layout.board is not None
-        binding = executor.Binding(self._comm, layout, self._scratch, self._transfers, self._locals)
+        binding = executor.Binding(self._comm, layout, self._scratch, self._transfers, self._local_places)
         bound: list[Compiled] = []
-        for makers, event, moved in self._phases:
-            first = len(binding.made)
+        for makers, event, volume in self._phases:
+            first = len(binding.all_requests)
             calls = [call for make in makers for call in make(binding)]
-            awaits = binding.telling(event) if event else None
-            bound.append(Compiled(calls, [self], binding.made[first:], self._computes, meets, awaits, moved))
+            awaited_signal = binding.event_signal(event) if event else None
+            requests = binding.all_requests[first:]
+            bound.append(Compiled(calls, [self], requests, self._computes, meets, awaited_signal, volume))
         return bound
 
     def _compile(self, steps: Sequence[Step]) -> None:
@@ -255,18 +256,18 @@ class Plan:
         if owner != self._rank:
             return Place(PEER, owner, start, numel)
         bounds = self._layout.bounds  # empty chunks are left out: they are never written, so never marked as arrived
-        arrived = [self._arrived[c] for c in range(int(span.lo), int(span.hi)) if bounds[c] < bounds[c + 1]]
+        arrived = [self._written[c] for c in range(int(span.lo), int(span.hi)) if bounds[c] < bounds[c + 1]]
         if written or all(arrived):
             return Place(TARGET, owner, start, numel)
         if any(arrived):
             raise AssertionError(f"{self._program.name}: a span lies half in the input and half in the output")
         return Place(SOURCE, owner, start, numel)
 
-    def _mark(self, span: Span) -> None:
+    def _mark_written(self, span: Span) -> None:
         """Mark the chunks of a span as written to the target."""
         if span.memory == WORK:
             lo, hi = int(span.lo), int(span.hi)
-            self._arrived[lo:hi] = b"\1" * (hi - lo)
+            self._written[lo:hi] = b"\1" * (hi - lo)
 
     def _exchange(self, step: Exchange) -> None:
         to, source = int(step.to), int(step.source)
@@ -303,7 +304,7 @@ class Plan:
             region = _region(step.recv)
             make = partial(executor.combine, self._reduction, [current, landing], into, False, None)
             self._order.local(make, [(SCRATCH, slot, slot + 1), region], [region])
-        self._mark(step.recv)
+        self._mark_written(step.recv)
 
     def _landing(self, slot: int) -> int:
         """Return the number of a scratch area for a message that is to be reduced."""
@@ -321,14 +322,14 @@ class Plan:
     def _transfer(self, local: Place, owner: int, span: Span, *, write: bool) -> Maker:
         """Add the copies between a place here and a span of another process's WORK; return the maker of their calls."""
         assert self._transfers is not None
-        start, first, most = self._elements(span)[0], len(self._locals), LARGEST_COUNT // self._item
+        start, first, most = self._elements(span)[0], len(self._local_places), LARGEST_COUNT // self._item
         for lo in range(0, local.numel, most):
             numel = min(most, local.numel - lo)
-            self._locals.append(local._replace(start=local.start + lo, numel=numel))
+            self._local_places.append(local._replace(start=local.start + lo, numel=numel))
             self._transfers.add(owner, (start + lo) * self._item, numel * self._item, write=write)
-        return partial(executor.transfer, slice(first, len(self._locals)))
+        return partial(executor.transfer, slice(first, len(self._local_places)))
 
-    def _fetched(self, slot: int, numel: int) -> Place:
+    def _fetch_buffer(self, slot: int, numel: int) -> Place:
         """Return scratch memory for data that is read from another process before it is combined."""
         while len(self._fetches) <= slot:
             self._fetches.append(self._new_scratch(max(self._layout.slot, numel)))
@@ -350,7 +351,7 @@ class Plan:
             if not self._is_remote(owner, span):
                 parts.append(self._place(owner, span, numel))
                 continue
-            landing = self._fetched(0 if one_by_one else number, numel)
+            landing = self._fetch_buffer(0 if one_by_one else number, numel)
             makers.append(self._transfer(landing, owner, span, write=False))
             parts.append(landing)
             if one_by_one and len(parts) == 2:
@@ -361,7 +362,7 @@ class Plan:
             makers.append(partial(executor.combine, self._reduction, parts, into, step.tree, scale))
         for make in makers:
             self._order.local(make, [_region(span) for _, span in present], [_region(step.into)])
-        self._mark(step.into)
+        self._mark_written(step.into)
 
     def _copy(self, step: Copy) -> None:
         dest, source = int(step.dest), int(step.source)
@@ -380,19 +381,19 @@ class Plan:
         self._count(source if dest == self._rank else dest, numel)
         self._order.local(make, [_region(step.of)], [_region(step.into)])
         if dest == self._rank:
-            self._mark(step.into)
+            self._mark_written(step.into)
 
     def _finish(self, step: Finish) -> None:
         (_, numel), scale, region = self._elements(step.span), self._scale, _region(step.span)
         if numel and scale is not None:
             place = self._place(self._rank, step.span, numel)
-            self._order.local(lambda binding: executor.scaling(binding.view(place), scale), [region], [region])
+            self._order.local(lambda binding: executor.make_scaling(binding.view(place), scale), [region], [region])
 
-    def _bring_home(self) -> None:
+    def _copy_unwritten_blocks(self) -> None:
         """Fill the blocks of this rank's output that no step writes: copy them from the caller's input."""
         segments = self._program.segments
         for goal in self._program.collective.ends(self._rank):
-            if goal.memory == WORK and not any(self._arrived[goal.cell * segments : (goal.cell + 1) * segments]):
+            if goal.memory == WORK and not any(self._written[goal.cell * segments : (goal.cell + 1) * segments]):
                 block = Span(goal.cell * segments, (goal.cell + 1) * segments)
                 self._copy(Copy(self._rank, block, self._rank, block))
 

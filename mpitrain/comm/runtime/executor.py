@@ -29,18 +29,18 @@ import numpy as np
 import torch
 
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.traffic import NOTHING_MOVED, Moved
+from mpitrain.comm.job.traffic import NO_VOLUME, Volume
 from mpitrain.comm.memory.buffers import bytes_at, pieces, tensor_at
 from mpitrain.comm.memory.elements import HALVES, SMALL_INTEGERS
 from mpitrain.comm.programs.program import INBOX, tree_order
-from mpitrain.comm.runtime.agreement import Board, Call, row_of
+from mpitrain.comm.runtime.agreement import Board, Call, make_row
 from mpitrain.comm.runtime.remote import Neighbours, Table, Transfers
-from mpitrain.comm.runtime.split_phase import Event, Telling
+from mpitrain.comm.runtime.split_phase import Event, EventSignal
 from mpitrain.errors import CommunicationError, InputError
 
 Array: TypeAlias = "torch.Tensor | np.ndarray"
 
-_FOR_THREADS = 1 << 16  # number of elements from which it pays to divide an operation among torch's threads
+_MIN_NUMEL_FOR_THREADS = 1 << 16  # number of elements from which it pays to divide an operation among torch's threads
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Reduction:
         op: Name of the operation, one of `OPERATIONS`.
         dtype: Type of the elements.
         operation: Functions that perform it.
-        scale: Factor applied to the result at the end; None for none. An integer is a divisor (see `scaling`).
+        scale: Factor applied to the result at the end; None for none. An integer is a divisor (see `make_scaling`).
     """
 
     op: str
@@ -98,9 +98,9 @@ class Reduction:
             raise InputError(f"there is no reduction {op!r}; use one of {', '.join(OPERATIONS)}")
         name = str(dtype).removeprefix("torch.")
         if dtype == torch.bool and op == "avg":
-            raise InputError("op avg has no meaning for bool; convert to float32 first")
+            raise InputError("op avg is not defined for bool; convert to float32 first")
         if op in ("min", "max") and dtype.is_complex:
-            raise InputError(f"op {op} has no meaning for {name}; complex numbers have no order")
+            raise InputError(f"op {op} is not defined for {name}; complex numbers have no order")
         operation = (_LOGICAL if dtype == torch.bool else _ARITHMETIC)[op]
         if op != "avg" or size == 1:
             return Reduction(op, dtype, operation)
@@ -115,22 +115,22 @@ class Reduction:
         """Return the calls that set `out` to the reduction of the parts, times `scale`.
 
         Args:
-            parts: Flat tensors or arrays of equal length, of the kind that `for_numpy` selects. With `tree`, any of
+            parts: Flat tensors or arrays of equal length, of the kind that `uses_numpy` selects. With `tree`, any of
                 them may be `out` itself; otherwise only the first.
             out: Receives the result.
             tree: If true, reduce as a fixed binary tree over the order of the parts; otherwise from left to right.
             scale: Factor; None for none.
         """
         if len(parts) == 1:
-            return [copying(out, parts[0]), *scaling(out, scale)]
+            return [make_copy(out, parts[0]), *make_scaling(out, scale)]
         if self.dtype in HALVES and (len(parts) > 2 or scale is not None):  # one by one, each pair would be rounded
             return [self._wide(parts, out, tree, scale)]
         join = self.operation.numpy if isinstance(out, np.ndarray) else self.operation.torch
         if tree and len(parts) > 2:
-            return [lambda: copying(out, tree_order(parts, join))(), *scaling(out, scale)]
+            return [lambda: make_copy(out, tree_order(parts, join))(), *make_scaling(out, scale)]
         calls: list[Call] = [partial(join, parts[0], parts[1], out=out)]
         calls += [partial(join, out, part, out=out) for part in parts[2:]]
-        return [*calls, *scaling(out, scale)]
+        return [*calls, *make_scaling(out, scale)]
 
     def _wide(self, parts: Sequence[Any], out: Any, tree: bool, scale: float | None) -> Call:
         """Return the call that accumulates 16-bit parts in fp32 and rounds once."""
@@ -148,22 +148,22 @@ class Reduction:
         return run
 
 
-def copying(into: Array, of: Array) -> Call:
+def make_copy(into: Array, source: Array) -> Call:
     """Return a call that copies between flat tensors or arrays, and converts the dtype if they differ.
 
     Args:
         into: Destination.
-        of: Source.
+        source: Source.
     """
     if isinstance(into, np.ndarray):
-        return partial(np.copyto, into, of)
-    assert isinstance(of, torch.Tensor)
-    if into.dtype == of.dtype and for_numpy(into.dtype, into.device, into.numel()):
-        return partial(np.copyto, into.numpy(), of.numpy())
-    return partial(into.copy_, of)
+        return partial(np.copyto, into, source)
+    assert isinstance(source, torch.Tensor)
+    if into.dtype == source.dtype and uses_numpy(into.dtype, into.device, into.numel()):
+        return partial(np.copyto, into.numpy(), source.numpy())
+    return partial(into.copy_, source)
 
 
-def scaling(x: Array, scale: float | None) -> list[Call]:
+def make_scaling(x: Array, scale: float | None) -> list[Call]:
     """Return the calls that apply the scale of a reduction in place.
 
     Args:
@@ -178,7 +178,7 @@ def scaling(x: Array, scale: float | None) -> list[Call]:
     return [partial(np.multiply, x, scale, out=x) if isinstance(x, np.ndarray) else partial(x.mul_, scale)]
 
 
-def for_numpy(dtype: torch.dtype, device: torch.device | None, numel: int) -> bool:
+def uses_numpy(dtype: torch.dtype, device: torch.device | None, numel: int) -> bool:
     """Return True to process elements with NumPy, whose calls cost less; return False to use torch.
 
     torch is used for 16-bit numbers, on devices, and if several threads have enough to do.
@@ -190,7 +190,7 @@ def for_numpy(dtype: torch.dtype, device: torch.device | None, numel: int) -> bo
     """
     if dtype in HALVES or (device is not None and device.type != "cpu"):
         return False
-    return numel < _FOR_THREADS or torch.get_num_threads() == 1
+    return numel < _MIN_NUMEL_FOR_THREADS or torch.get_num_threads() == 1
 
 
 SOURCE, TARGET, PEER, SCRATCH = "source", "target", "peer", "scratch"  # memories in addition to INBOX and SLOT
@@ -206,10 +206,10 @@ class Layout:
         source, target: Addresses of WORK as input and as output; equal for operations in place.
         peers: For a rank of this node, returns the address of its WORK, if that is mapped in this process.
         neighbours: Processes whose WORK is accessed by system calls, if it is not mapped.
-        seen: Address of this rank's WORK that the others then use.
+        exposed_address: Address of this rank's WORK that the others then use.
         slots: For a rank, returns the address of its staging slots, each of the size of the largest chunk.
         board: Board on which the ranks of the node compare their operations before they access each other's memory.
-        said: Descriptions that they compare, see `row_of`; the program's signals carry them too.
+        descriptions: Descriptions that they compare, see `make_row`; the program's signals carry them too.
         events: For each event of the program, the object that carries its signals.
         inbox, inbox_bounds: Address and cell offsets of INBOX; without an address, the plan allocates it.
         device: Device of the memory; None for the host.
@@ -222,10 +222,10 @@ class Layout:
     target: int
     peers: Callable[[int], int] | None = None
     neighbours: Neighbours | None = None
-    seen: int = 0
+    exposed_address: int = 0
     slots: Callable[[int], int] | None = None
     board: Board | None = None
-    said: tuple[str, str] = ("", "")
+    descriptions: tuple[str, str] = ("", "")
     events: Mapping[str, Event] = field(default_factory=dict)
     inbox: int = 0
     inbox_bounds: Sequence[int] = ()
@@ -250,29 +250,29 @@ class Compiled:
 
     Args:
         calls: Calls to make, in order.
-        keeps: Objects to keep alive, such as buffers, and the compiled programs that this one consists of.
+        references: Objects to keep alive, such as buffers, and the compiled programs that this one consists of.
         requests: Persistent requests that it starts and that `free` releases.
         computes: True if it computes with floating-point numbers. NumPy's warnings are then turned off: NumPy would
             report overflows that torch and MPI ignore.
         meets: True if ranks meet at a fence in it and compare their operations.
-        awaits: Signals to wait for before it begins, if it is a phase of a program.
-        moved: Bytes that it moves itself, without the compiled programs that it consists of.
+        awaited_signal: Signals to wait for before it begins, if it is a phase of a program.
+        volume: Bytes that it moves itself, without the compiled programs that it consists of.
     """
 
-    __slots__ = ("_calls", "_computes", "_keeps", "_meets", "_moved", "_requests", "awaits")
+    __slots__ = ("_calls", "_computes", "_meets", "_references", "_requests", "_volume", "awaited_signal")
 
     def __init__(
         self,
         calls: Sequence[Call],
-        keeps: Sequence[object] = (),
+        references: Sequence[object] = (),
         requests: Sequence[MPI.Prequest] = (),
         computes: bool = False,
         meets: bool = False,
-        awaits: Telling | None = None,
-        moved: Moved = NOTHING_MOVED,
+        awaited_signal: EventSignal | None = None,
+        volume: Volume = NO_VOLUME,
     ) -> None:
-        self._calls, self._keeps, self._requests = tuple(calls), keeps, requests
-        self._computes, self._meets, self.awaits, self._moved = computes, meets, awaits, moved
+        self._calls, self._references, self._requests = tuple(calls), references, requests
+        self._computes, self._meets, self.awaited_signal, self._volume = computes, meets, awaited_signal, volume
 
     def __call__(self) -> None:
         if self._computes:
@@ -291,18 +291,18 @@ class Compiled:
     def after(self, call: Call) -> Compiled:
         """Return this program with a call before it. This object must not be used any more."""
         calls = (call, *self._calls)
-        return Compiled(calls, self._keeps, self._requests, self._computes, self._meets, moved=self._moved)
+        return Compiled(calls, self._references, self._requests, self._computes, self._meets, volume=self._volume)
 
     @property
     def parts(self) -> list[Compiled]:
         """Compiled programs that this one consists of."""
-        return [item for item in self._keeps if isinstance(item, Compiled)]
+        return [item for item in self._references if isinstance(item, Compiled)]
 
     @property
-    def moved(self) -> Moved:
+    def volume(self) -> Volume:
         """Bytes that a run moves, including all parts."""
         parts = self.parts
-        return Moved.sum([self._moved, *(part.moved for part in parts)]) if parts else self._moved
+        return Volume.sum([self._volume, *(part.volume for part in parts)]) if parts else self._volume
 
     @property
     def meets(self) -> bool:
@@ -343,7 +343,7 @@ class Binding:
     """Addresses for a plan, and the objects created for them. A `Maker` turns a binding into calls.
 
     Attributes:
-        made: Persistent requests created so far.
+        all_requests: Persistent requests created so far.
         table: Copies to and from other processes, if there are any.
     """
 
@@ -353,7 +353,7 @@ class Binding:
         layout: Layout,
         scratch: Sequence[torch.Tensor],
         transfers: Transfers | None,
-        locals: Sequence[Place],
+        local_places: Sequence[Place],
     ) -> None:
         """Prepare for the addresses of a layout.
 
@@ -362,15 +362,15 @@ class Binding:
             layout: Location of the memory.
             scratch: Scratch areas of the plan.
             transfers: Copies to and from other processes, if there are any.
-            locals: This rank's side of each of these copies.
+            local_places: This rank's side of each of these copies.
         """
         self.comm, self.layout, self.item = comm, layout, layout.dtype.itemsize
-        self._scratch, self._own = scratch, {SOURCE: layout.source, TARGET: layout.target, INBOX: layout.inbox}
-        self.made: list[MPI.Prequest] = []
+        self._scratch, self._addresses = scratch, {SOURCE: layout.source, TARGET: layout.target, INBOX: layout.inbox}
+        self.all_requests: list[MPI.Prequest] = []
         self._exchanges: dict[int, list[MPI.Prequest]] = {}
         self._arrays: dict[tuple[str, int], np.ndarray] = {}
-        self.table = None if transfers is None else Table(transfers, [self.address(place) for place in locals])
-        self._tellings: dict[str, Telling] = {}
+        self.table = None if transfers is None else Table(transfers, [self.address(place) for place in local_places])
+        self._event_signals: dict[str, EventSignal] = {}
 
     def address(self, place: Place) -> int:
         """Return the memory address of the first byte of a place."""
@@ -383,7 +383,7 @@ class Binding:
             if place.memory == SCRATCH:
                 return self._scratch[place.owner][place.start : place.start + place.numel]
             return layout.memory(self.address(place), place.numel, layout.dtype)
-        if not for_numpy(layout.dtype, layout.device, place.numel):
+        if not uses_numpy(layout.dtype, layout.device, place.numel):
             return tensor_at(self.address(place), place.numel, layout.dtype)
         end = place.start + place.numel
         whole = self._arrays.get((place.memory, place.owner))
@@ -394,19 +394,19 @@ class Binding:
         return whole[place.start : end]
 
     def _base(self, memory: str, owner: int) -> int:
-        if memory in self._own:
-            return self._own[memory]
+        if memory in self._addresses:
+            return self._addresses[memory]
         if memory == SCRATCH:
             return self._scratch[owner].data_ptr()
         where = self.layout.peers if memory == PEER else self.layout.slots
         assert where is not None
         return where(owner)
 
-    def telling(self, event: str) -> Telling:
-        """Return the `Telling` of an event of the program; the first call creates it."""
-        if event not in self._tellings:
-            self._tellings[event] = Telling(self.layout.events[event], row_of(0, *self.layout.said))
-        return self._tellings[event]
+    def event_signal(self, event: str) -> EventSignal:
+        """Return the `EventSignal` of an event of the program; the first call creates it."""
+        if event not in self._event_signals:
+            self._event_signals[event] = EventSignal(self.layout.events[event], make_row(0, *self.layout.descriptions))
+        return self._event_signals[event]
 
     def requests(self, number: int, messages: Sequence[Message]) -> list[MPI.Prequest]:
         """Return the persistent requests of an exchange; the first call creates them.
@@ -422,7 +422,7 @@ class Binding:
                 init = self.comm.Send_init if message.sends else self.comm.Recv_init
                 address = self.address(message.place)
                 requests += [init(bytes_at(address + lo, n), message.peer) for lo, n in message.pieces(self.item)]
-            self.made += requests
+            self.all_requests += requests
         return requests
 
 
@@ -487,7 +487,7 @@ def _receive(
     for status, peer, nbytes in arriving:
         if status.Get_count(MPI.BYTE) != nbytes:
             raise CommunicationError(
-                f"{status.Get_count(MPI.BYTE)} bytes arrived from rank {peer} where {nbytes} were expected; every rank "
+                f"rank {peer} sent {status.Get_count(MPI.BYTE)} bytes instead of {nbytes}; every rank "
                 "must make the same call with the same sizes and types"
             )
 
@@ -506,29 +506,29 @@ def combine(
         binding: Addresses.
     """
     out, calls = binding.view(into), list[Call]()
-    views = [_beside(binding.view(part), out, calls) for part in parts]
+    views = [_on_device_of(binding.view(part), out, calls) for part in parts]
     return [*calls, *reduction.combine(views, out, tree=tree, scale=scale)]
 
 
-def _beside(view: Array, out: Array, calls: list[Call]) -> Array:
+def _on_device_of(view: Array, out: Array, calls: list[Call]) -> Array:
     """Return the view, or a copy of it on the device of `out`; the call that makes the copy is added to `calls`."""
     if isinstance(view, np.ndarray) or isinstance(out, np.ndarray) or view.device == out.device:
         return view
     near = torch.empty_like(out)
-    calls.append(copying(near, view))
+    calls.append(make_copy(near, view))
     return near
 
 
-def copy(into: Place, of: Place, binding: Binding) -> list[Call]:
+def copy(into: Place, source: Place, binding: Binding) -> list[Call]:
     """Return the call that copies one place to another; none if both have the same address.
 
     Args:
         into: Destination.
-        of: Source.
+        source: Source.
         binding: Addresses.
     """
-    same = binding.address(into) == binding.address(of)
-    return [] if same else [copying(binding.view(into), binding.view(of))]
+    same = binding.address(into) == binding.address(source)
+    return [] if same else [make_copy(binding.view(into), binding.view(source))]
 
 
 def signal(event: str, binding: Binding) -> list[Call]:
@@ -538,7 +538,7 @@ def signal(event: str, binding: Binding) -> list[Call]:
         event: Name of the event.
         binding: Addresses.
     """
-    return [binding.telling(event).signal]
+    return [binding.event_signal(event).signal]
 
 
 def wait_for_all(event: str, binding: Binding) -> list[Call]:
@@ -548,7 +548,7 @@ def wait_for_all(event: str, binding: Binding) -> list[Call]:
         event: Name of the event.
         binding: Addresses.
     """
-    return [binding.telling(event).wait]
+    return [binding.event_signal(event).wait]
 
 
 def meet(fence: Sequence[Call], binding: Binding) -> Sequence[Call]:
@@ -561,8 +561,8 @@ def meet(fence: Sequence[Call], binding: Binding) -> Sequence[Call]:
     layout, table = binding.layout, binding.table
     if layout.board is None:
         return fence
-    row = row_of(layout.seen, *layout.said)
-    return [layout.board.meeting(row, fence, None if table is None else table.fill)]
+    row = make_row(layout.exposed_address, *layout.descriptions)
+    return [layout.board.make_meeting_call(row, fence, None if table is None else table.fill)]
 
 
 def transfer(which: slice, binding: Binding) -> Sequence[Call]:

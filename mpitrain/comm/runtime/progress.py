@@ -13,7 +13,7 @@ order. MPI and PyTorch allow that:
 
 A wait for a message makes progress on all receives meanwhile. For all other waits, each process has one thread. While
 anything is pending, the thread looks at intervals, posts the data of receives whose header has arrived, and starts the
-workers when this rank has been in one operation for `_STUCK` seconds. It does not disturb a rank that computes:
+workers when this rank has been in one operation for `_STUCK_SECONDS`. It does not disturb a rank that computes:
 nothing would overlap, and the thread would only take time from the computation. If MPI accepts calls from one thread
 alone, there is no such thread, and progress is made only in waits for messages.
 """
@@ -28,29 +28,29 @@ from typing import Protocol
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Record
 
-_NAPS = (0.001, 0.008)  # seconds between looks: shortest, and longest; doubled while nothing new begins
-_STUCK = 0.02  # seconds in one operation after which a thread starts to carry out deferred operations
-_LINGER = 1.0  # seconds for which the thread stays when nothing is pending
+_PAUSES = (0.001, 0.008)  # seconds between looks: shortest, and longest; doubled while nothing new begins
+_STUCK_SECONDS = 0.02  # seconds in one operation after which a thread starts to carry out deferred operations
+_IDLE_SECONDS = 1.0  # seconds for which the thread stays when nothing is pending
 
 
-class Receiving(Protocol):
+class PendingReceive(Protocol):
     """A receive whose header has not arrived."""
 
     def advance(self) -> None:
         """Post the data if the header has arrived. Never blocks; errors are kept for the wait for the message."""
 
 
-class Deferring(Protocol):
+class DeferredWorker(Protocol):
     """A worker whose operations are deferred until somebody waits for them."""
 
-    def start_beside(self) -> None:
+    def start_thread(self) -> None:
         """Start a thread that carries out the deferred operations."""
 
 
-class InFlight(Protocol):
+class MessageInFlight(Protocol):
     """A message that MPI carries without help."""
 
-    def has_left(self) -> bool:
+    def is_buffer_free(self) -> bool:
         """Return True if MPI has finished with the memory of the message."""
 
 
@@ -59,7 +59,7 @@ class ProgressEngine:
 
     Attributes:
         receives: Receives whose header has not arrived. A receive is removed when its data are posted or it has failed.
-        deferring: Workers with deferred operations. A worker is removed when it has none left or has a thread.
+        deferred_workers: Workers with deferred operations. A worker is removed when it has none left or has a thread.
         in_flight: Messages whose memory MPI still uses. A message is removed when it is complete.
     """
 
@@ -70,38 +70,38 @@ class ProgressEngine:
             records: Returns the records of the operations that this rank may be in.
         """
         self._records = records
-        self.receives: set[Receiving] = set()
-        self.deferring: set[Deferring] = set()
-        self.in_flight: set[InFlight] = set()
-        self._swept = 64  # number of messages in flight at which completed ones are next removed
-        self._begun = 0  # number of receives and workers that were ever added
+        self.receives: set[PendingReceive] = set()
+        self.deferred_workers: set[DeferredWorker] = set()
+        self.in_flight: set[MessageInFlight] = set()
+        self._sweep_at = 64  # number of messages in flight at which completed ones are next removed
+        self._additions = 0  # number of receives and workers that were ever added
         self._change = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopping = False
 
-    def expect(self, receive: Receiving) -> None:
+    def expect(self, receive: PendingReceive) -> None:
         """Make progress on a receive until it is removed from `receives`."""
         self.receives.add(receive)
-        self._look_after()
+        self._ensure_thread()
 
-    def defer(self, worker: Deferring) -> None:
+    def defer(self, worker: DeferredWorker) -> None:
         """Carry out the deferred operations of a worker if this rank waits for something else."""
-        if worker not in self.deferring:
-            self.deferring.add(worker)
-            self._look_after()
+        if worker not in self.deferred_workers:
+            self.deferred_workers.add(worker)
+            self._ensure_thread()
 
-    def keep(self, message: InFlight) -> None:
+    def keep_alive(self, message: MessageInFlight) -> None:
         """Keep a message and its memory alive while it is `in_flight`, even if nothing else refers to it."""
-        if len(self.in_flight) >= self._swept:
-            self.in_flight -= {other for other in list(self.in_flight) if other.has_left()}
-            self._swept = 64 + 2 * len(self.in_flight)
+        if len(self.in_flight) >= self._sweep_at:
+            self.in_flight -= {other for other in list(self.in_flight) if other.is_buffer_free()}
+            self._sweep_at = 64 + 2 * len(self.in_flight)
         self.in_flight.add(message)
 
-    def advance(self, besides: object = None) -> bool:
-        """Make progress on all receives but `besides`, which the caller waits for; return True if there are others."""
+    def advance(self, excluded: object = None) -> bool:
+        """Make progress on all receives but `excluded`, which the caller waits for; return True if there are others."""
         if not self.receives:
             return False
-        others = [receive for receive in list(self.receives) if receive is not besides]
+        others = [receive for receive in list(self.receives) if receive is not excluded]
         for receive in others:
             receive.advance()
         return bool(others)
@@ -115,35 +115,35 @@ class ProgressEngine:
 
     def start_workers(self) -> None:
         """Start threads that carry out the deferred operations, because this rank waits for something else."""
-        for worker in list(self.deferring):
-            worker.start_beside()
+        for worker in list(self.deferred_workers):
+            worker.start_thread()
 
-    def _look_after(self) -> None:
+    def _ensure_thread(self) -> None:
         """Start the thread, unless it runs already or MPI accepts calls from one thread alone."""
-        self._begun += 1
+        self._additions += 1
         if self._thread is None and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             with self._change:
                 if self._thread is None and not self._stopping:
-                    self._thread = threading.Thread(target=self._look, name="mpitrain-progress", daemon=True)
+                    self._thread = threading.Thread(target=self._run, name="mpitrain-progress", daemon=True)
                     self._thread.start()
 
-    def _look(self) -> None:
+    def _run(self) -> None:
         """Look at intervals for possible progress; the body of the thread."""
-        nap, begun, idle_since = _NAPS[0], self._begun, 0.0
+        nap, begun, idle_since = _PAUSES[0], self._additions, 0.0
         while not (self._stopping or MPI.Is_finalized()):
             time.sleep(nap)
-            nap, begun = (_NAPS[0] if self._begun != begun else min(2 * nap, _NAPS[1])), self._begun
-            if self.receives or self.deferring:
+            nap, begun = (_PAUSES[0] if self._additions != begun else min(2 * nap, _PAUSES[1])), self._additions
+            if self.receives or self.deferred_workers:
                 idle_since = 0.0
                 self.advance()
-                before = time.monotonic() - _STUCK
-                if self.deferring and any(record.since and record.since < before for record in self._records()):
+                before = time.monotonic() - _STUCK_SECONDS
+                if self.deferred_workers and any(record.since and record.since < before for record in self._records()):
                     self.start_workers()
                 continue
             now = time.monotonic()
             idle_since = idle_since or now
-            if now - idle_since > _LINGER:
+            if now - idle_since > _IDLE_SECONDS:
                 with self._change:
-                    if self._begun == begun:
+                    if self._additions == begun:
                         self._thread = None
                         return

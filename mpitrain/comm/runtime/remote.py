@@ -21,7 +21,7 @@ from itertools import count
 import numpy as np
 
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.runtime.agreement import Board, Call, addresses, row_of
+from mpitrain.comm.runtime.agreement import Board, Call, make_row, row_addresses
 from mpitrain.errors import CommunicationError
 
 _PAIR = 16  # bytes of an address and a length
@@ -73,7 +73,7 @@ def probe(comm: MPI.Intracomm, node: MPI.Intracomm, neighbours: Sequence[int], b
     for rank in places:
         transfers.add(rank, 0, copies.itemsize, write=False)
     table = Table(transfers, [copies[index:].ctypes.data for index in range(node.size)])
-    board.meeting(row_of(secret.ctypes.data, "probe"), [node.Barrier], table.fill)()
+    board.make_meeting_call(make_row(secret.ctypes.data, "probe"), [node.Barrier], table.fill)()
     works = np.array([1], dtype=np.int64)
     try:
         for transfer in table.transfers:
@@ -147,7 +147,7 @@ class Table:
 
     def fill(self, rows: bytes) -> None:
         """Fill in the addresses of the other processes' memory from the rows of the board."""
-        np.add(addresses(rows)[self._places], self._offsets, out=self._starts)
+        np.add(row_addresses(rows)[self._places], self._offsets, out=self._starts)
 
 
 def _transfer(function: Callable[..., int], process: int, rank: int, local: int, remote: int, nbytes: int) -> None:
@@ -167,5 +167,5 @@ def _transfer(function: Callable[..., int], process: int, rank: int, local: int,
     if done != nbytes:
         reason = os.strerror(ctypes.get_errno()) if done < 0 else f"only {done} of {nbytes} bytes were there"
         raise CommunicationError(
-            f"the memory of rank {rank} cannot be reached ({reason}): it has died, or passed a smaller tensor"
+            f"the memory of rank {rank} cannot be accessed ({reason}): the rank has died or passed a smaller tensor"
         )

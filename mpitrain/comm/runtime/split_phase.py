@@ -27,20 +27,20 @@ import torch
 
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Note, Record, clock
-from mpitrain.comm.runtime.agreement import ROW, difference, seen
+from mpitrain.comm.runtime.agreement import ROW, describe_difference, run_watched
 from mpitrain.comm.runtime.work import Work, poll
 from mpitrain.errors import CommunicationError, InputError
 
 
-class _Sent:
+class _SignalMessages:
     """Messages of one signal: the rows of all ranks of the node, and the requests that send and receive them."""
 
     def __init__(self, node: MPI.Intracomm) -> None:
         self.rows = [bytearray(ROW) for _ in range(node.size)]
-        self.own = self.rows[node.rank]
+        self.own_row = self.rows[node.rank]
         others = [rank for rank in range(node.size) if rank != node.rank]
         self.requests = [node.Recv_init([self.rows[rank], ROW, MPI.BYTE], rank) for rank in others]
-        self.requests += [node.Send_init([self.own, ROW, MPI.BYTE], rank) for rank in others]
+        self.requests += [node.Send_init([self.own_row, ROW, MPI.BYTE], rank) for rank in others]
 
 
 class Event:
@@ -57,7 +57,7 @@ class Event:
             label: Name of the communicator that the event belongs to, for error messages.
         """
         self.node, self.label = node, label
-        self.idle: list[_Sent] = []
+        self.idle: list[_SignalMessages] = []
 
     def free(self) -> None:
         """Release the idle requests. The communicator is freed by its creator."""
@@ -67,10 +67,10 @@ class Event:
         self.idle.clear()
 
 
-class Telling:
+class EventSignal:
     """Part of one bound program in one event. Only one run of the program takes part at a time."""
 
-    __slots__ = ("_event", "_row", "_sent")
+    __slots__ = ("_event", "_messages", "_row")
 
     def __init__(self, event: Event, row: bytes) -> None:
         """Prepare the part of a program.
@@ -80,18 +80,18 @@ class Telling:
             row: Description of the operation, as on the board.
         """
         self._event, self._row = event, row
-        self._sent: _Sent | None = None
+        self._messages: _SignalMessages | None = None
 
     @property
-    def pending(self) -> bool:
+    def is_pending(self) -> bool:
         """True if the signal was given and nobody has waited for it yet."""
-        return self._sent is not None
+        return self._messages is not None
 
     def signal(self) -> None:
         """Tell the other ranks of the node that this rank has reached the event."""
         idle = self._event.idle
-        sent = self._sent = idle.pop() if idle else _Sent(self._event.node)
-        sent.own[:] = self._row
+        sent = self._messages = idle.pop() if idle else _SignalMessages(self._event.node)
+        sent.own_row[:] = self._row
         MPI.Prequest.Startall(sent.requests)
 
     def wait(self) -> None:
@@ -100,23 +100,23 @@ class Telling:
         Raises:
             CommunicationError: They gave it for different operations; raised on all ranks of the node.
         """
-        sent, self._sent = self._sent, None
+        sent, self._messages = self._messages, None
         assert sent is not None
         MPI.Request.Waitall(sent.requests)
         self._event.idle.append(sent)
-        if any(row != sent.own for row in sent.rows):
-            wrong = difference([bytes(row) for row in sent.rows], range(self._event.node.size))
+        if any(row != sent.own_row for row in sent.rows):
+            wrong = describe_difference([bytes(row) for row in sent.rows], range(self._event.node.size))
             raise CommunicationError(f"{self._event.label}: {wrong}")
 
-    def arrived(self) -> bool:
+    def has_arrived(self) -> bool:
         """Return True if `wait` would return at once. The call also makes progress on the messages."""
-        return self._sent is None or bool(MPI.Request.Testall(self._sent.requests))
+        return self._messages is None or bool(MPI.Request.Testall(self._messages.requests))
 
 
 class _Phase(Protocol):
     """Part of a bound program, with the signals to wait for before it begins."""
 
-    awaits: Telling | None
+    awaited_signal: EventSignal | None
 
     def __call__(self) -> None: ...
 
@@ -137,14 +137,16 @@ class SplitPhase(Work):
             phases: Phases of the program, bound to memory; no other run of them may be in progress.
             tensors: Tensors that the program reads and writes, kept alive; the first has the operation's size.
             record: Record in which the watchdog sees a wait.
-            note: Journal entry of the operation; None while the journal is off.
+            note: Entry of the operation in the traffic counters; None while they are off.
 
         Raises:
             InputError: An earlier run of these phases is not complete.
         """
         self._name, self._phases, self._tensors, self._record, self._note = name, phases, tensors, record, note
-        if any(phase.awaits is not None and phase.awaits.pending for phase in phases):
-            raise InputError(f"{record.label}: {name} on this memory is under way; release it before it begins again")
+        if any(phase.awaited_signal is not None and phase.awaited_signal.is_pending for phase in phases):
+            raise InputError(
+                f"{record.label}: {name} on this memory is still in progress; release it before starting again"
+            )
         phases[0]()
         self._next = 1
 
@@ -159,8 +161,8 @@ class SplitPhase(Work):
 
     def done(self) -> bool:
         """Return True if the second phase has run; it runs in this call if its signals have arrived."""
-        awaits = self._phases[1].awaits
-        if self._next == 1 and awaits is not None and awaits.arrived():
+        awaited_signal = self._phases[1].awaited_signal
+        if self._next == 1 and awaited_signal is not None and awaited_signal.has_arrived():
             self._proceed()
         return self._next > 1
 
@@ -174,8 +176,8 @@ class SplitPhase(Work):
         phase, following = self._phases[self._next], self._next + 1
         self._next = len(self._phases)
         begin = clock() if self._note is not None else 0.0
-        seen(self._record, self._name, self._tensors[0], phase)
+        run_watched(self._record, self._name, self._tensors[0], phase)
         if self._note is not None:
-            enter = self._note.performed if following == 2 else self._note.waited
+            enter = self._note.count_operation if following == 2 else self._note.count_wait
             enter(begin)
         self._next = following

@@ -4,8 +4,8 @@ Each rank has one record per communicator, which shows its current operation. A 
 and answers questions of other ranks on its own communicator. If an operation is older than the limit, the rank asks all
 others, waits a moment for the answers, and the lowest rank that noticed prints the table below. Ranks whose interpreter
 has ended are handled by `mpitrain.comm.job.abort`. A rank that waits for ranks that may compute for any time
-(`Record.patient`) also asks, but continues to wait if all of them answer. If MPI must not be called from a second
-thread, nobody is asked: each rank that noticed prints its own line and ends.
+(`Record.without_deadline`) also asks, but continues to wait if all of them answer. If MPI must not be called from a
+second thread, nobody is asked: each rank that noticed prints its own line and ends.
 
     all_reduce #12 of world did not complete in 30 s:
       rank 0  world: all_reduce #12 of float32 (4, 256), 31 s        train.py:88 in main
@@ -34,7 +34,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from mpitrain.comm.job.abort import Departures, arrived, say
+from mpitrain.comm.job.abort import Departures, print_error, receive_all
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Record
 from mpitrain.errors import EXIT_FAILED
@@ -42,7 +42,7 @@ from mpitrain.errors import EXIT_FAILED
 _QUESTION, _ANSWER = 1, 2  # message tags
 _PATIENCE = 3.0  # seconds to wait for answers
 _LOOK = 0.1  # seconds between looks for dead ranks, if the job continues without them
-_ROOM = str(Path(__file__).resolve().parents[1]) + os.sep
+_COMM_FOLDER = str(Path(__file__).resolve().parents[1]) + os.sep
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
@@ -53,16 +53,16 @@ class FailureHandler(Protocol):
     def track(self, comm: MPI.Intracomm) -> MPI.Intracomm:
         """Register a new communicator and return it."""
 
-    def tracks(self, comm: MPI.Intracomm) -> bool:
+    def is_tracked(self, comm: MPI.Intracomm) -> bool:
         """Return True if a communicator is registered and has not been abandoned since."""
 
     def forget(self, comm: MPI.Intracomm) -> bool:
-        """Unregister a communicator that is about to be freed; return what `tracks` returned before."""
+        """Unregister a communicator that is about to be freed; return what `is_tracked` returned before."""
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check whether any rank has died."""
 
-    def end_silent(self, comm: MPI.Intracomm, silent: Sequence[int], answering: Sequence[int]) -> bool:
+    def kill_silent(self, comm: MPI.Intracomm, silent: Sequence[int], answering: Sequence[int]) -> bool:
         """Kill ranks that do not answer; return True if the job can continue without them.
 
         If the other ranks have already switched to a world without the dead ranks, nobody is killed, because ranks have
@@ -91,11 +91,11 @@ class Watchdog:
         """
         self.timeout = timeout
         self._comm, self._rank = comm, comm.rank
-        self._alone = MPI.Query_thread() != MPI.THREAD_MULTIPLE  # only the main thread may call MPI
+        self._single_threaded = MPI.Query_thread() != MPI.THREAD_MULTIPLE  # only the main thread may call MPI
         self._end_job = end_job
         self._failures = failures
         self._references: list[weakref.ref[Record]] = []  # weak: a record is dropped when nobody uses it
-        self._made: Counter[tuple[str, Sequence[int]]] = Counter()
+        self._record_counts: Counter[tuple[str, Sequence[int]]] = Counter()
         self._departures = Departures(comm, lambda: self.records)
         self._main = threading.main_thread().ident or 0
         self._stop = threading.Event()
@@ -133,9 +133,9 @@ class Watchdog:
             label: Name of the communicator, for messages.
             members: World ranks that all perform the recorded operations.
         """
-        self._made[label, members] += 1  # all ranks make communicators of the same ranks in the same order
+        self._record_counts[label, members] += 1  # all ranks make communicators of the same ranks in the same order
         record = Record(
-            label, members, f"{label} of {zlib.crc32(repr(members).encode())} #{self._made[label, members]}"
+            label, members, f"{label} of {zlib.crc32(repr(members).encode())} #{self._record_counts[label, members]}"
         )
         self._references.append(weakref.ref(record, self._references.remove))
         return record
@@ -150,12 +150,12 @@ class Watchdog:
         referents = (reference() for reference in list(self._references))
         return [record for record in referents if record is not None]
 
-    def _late(self) -> tuple[Record, float] | None:
+    def _find_late(self) -> tuple[Record, float] | None:
         """Return a record whose operation exceeds the limit, and its age in seconds; None if there is none."""
         now = time.monotonic()
         for record in self.records:
             since = record.since
-            if since and not record.limited and now - since > self.timeout:
+            if since and not record.has_deadline and now - since > self.timeout:
                 return record, now - since
         return None
 
@@ -165,20 +165,21 @@ class Watchdog:
         while not self._stop.wait(min(pause, self.timeout / 4)):
             try:
                 if self._failures is not None:
-                    self._failures.look()
-                if not self._alone:
+                    self._failures.check()
+                if not self._single_threaded:
                     self._answer_questions()
-                    self._departures.look()
+                    self._departures.poll()
             except MPI.Exception:  # raised on communicators that were abandoned because of dead ranks
                 if self._failures is None:
                     raise
-            late = self._late()
+            late = self._find_late()
             if late is not None and not self._report(*late):
                 return
-            in_vain = self._departures.in_vain()
-            if in_vain is not None:
-                record, left = in_vain
-                self._end_job(left.text(record, self._rank, str(self.place()["line"])), left.code & 0xFF or EXIT_FAILED)
+            blocked = self._departures.find_blocked()
+            if blocked is not None:
+                record, departure = blocked
+                text = departure.text(record, self._rank, str(self.place()["line"]))
+                self._end_job(text, departure.code & 0xFF or EXIT_FAILED)
                 return
 
     def _answer_questions(self) -> None:
@@ -187,8 +188,8 @@ class Watchdog:
         while self._comm.Iprobe(MPI.ANY_SOURCE, _QUESTION, status):
             question = np.empty(1, dtype=np.uint8)
             self._comm.Recv(question, status.source, _QUESTION)
-            self._sent = np.frombuffer(json.dumps(self.place()).encode(), dtype=np.uint8)  # kept alive for Isend
-            self._comm.Isend(self._sent, status.source, _ANSWER).Free()
+            self._answer = np.frombuffer(json.dumps(self.place()).encode(), dtype=np.uint8)  # kept alive for Isend
+            self._comm.Isend(self._answer, status.source, _ANSWER).Free()
 
     def place(self) -> dict[str, object]:
         """Return where this rank is: its operations, its source line outside this package, and whether it is late."""
@@ -197,16 +198,16 @@ class Watchdog:
         doing = "; ".join(f"{r.text()}, {now - r.since:.0f} s" for r in busy) or "not in an operation"
         frames = sys._current_frames()
         threads = [r.thread for r in busy if r.thread in frames] + [self._main]
-        lines = [line_of(frames[t]) for t in threads if t in frames and not _ours(frames[t])]
-        return {"doing": doing, "line": lines[0] if lines else "nowhere", "late": self._late() is not None}
+        lines = [line_of(frames[t]) for t in threads if t in frames and not _is_internal(frames[t])]
+        return {"doing": doing, "line": lines[0] if lines else "nowhere", "late": self._find_late() is not None}
 
     def _report(self, record: Record, seconds: float) -> bool:
         """Print where the ranks are and end the job; return True if the job continues instead."""
         late = f"mpitrain: {record.text()} did not complete in {seconds:.0f} s (comm.timeout)"
-        if self._alone:
+        if self._single_threaded:
             place = self.place()
-            say(
-                f"{late}; this MPI lets no second thread ask the other ranks, each that waits speaks for itself:\n"
+            print_error(
+                f"{late}; this MPI library allows calls from one thread only. Each waiting rank prints its own line:\n"
                 f"  rank {self._rank}  {place['doing']!s:60}  {place['line']}"
             )
             time.sleep(_PATIENCE)  # other waiting ranks print their lines first: the end of this process ends them
@@ -214,7 +215,7 @@ class Watchdog:
         early = self._failures is not None and seconds < 2 * self.timeout + _PATIENCE
         since = record.since
         try:
-            places = self._ask()
+            places = self._query_ranks()
         except MPI.Exception as error:
             if self._failures is None:
                 raise
@@ -225,7 +226,7 @@ class Watchdog:
             return False
         rank, size = self._comm.rank, self._comm.size
         silent = [other for other in range(size) if other not in places]
-        if record.patient:
+        if record.without_deadline:
             if record.since != since:  # a message has arrived meanwhile
                 return True
             if not silent:  # the others may be slow: ask them again after the same time
@@ -233,9 +234,8 @@ class Watchdog:
                 return True
             numbers = ", ".join(map(str, silent))
             who = f"rank {numbers} does" if len(silent) == 1 else f"ranks {numbers} do"
-            late = (
-                f"mpitrain: {record.text()}: nothing has come for {seconds:.0f} s (comm.timeout), and {who} not answer"
-            )
+            silence = f"no message arrived for {seconds:.0f} s (comm.timeout), and {who} not answer"
+            late = f"mpitrain: {record.text()}: {silence}"
         spoken = any(places[r]["late"] for r in places if r < rank)  # a lower rank reports
         if spoken:  # with a failure handler, wait less: it then ends the silent ranks, and the operation fails
             self._wait(2 * _PATIENCE if self._failures is None else _PATIENCE)
@@ -248,9 +248,9 @@ class Watchdog:
             else:
                 lines.append(f"  rank {other}  does not answer: stopped, dead or cut off")
         ends = silent if early else []
-        if ends and self._failures is not None and self._failures.end_silent(self._comm, ends, list(places)):
+        if ends and self._failures is not None and self._failures.kill_silent(self._comm, ends, list(places)):
             if not spoken:
-                say("\n".join(lines))
+                print_error("\n".join(lines))
             self._wait(_PATIENCE)  # until the operation has failed
             return True
         self._end_job("\n".join(lines))
@@ -263,7 +263,7 @@ class Watchdog:
             with suppress(MPI.Exception):  # raised on a world that was abandoned
                 self._answer_questions()
 
-    def _ask(self) -> dict[int, dict[str, object]]:
+    def _query_ranks(self) -> dict[int, dict[str, object]]:
         """Ask all ranks where they are; return the answers by rank."""
         rank, size = self._comm.rank, self._comm.size
         question = np.zeros(1, dtype=np.uint8)
@@ -274,7 +274,7 @@ class Watchdog:
         deadline = time.monotonic() + _PATIENCE
         while len(places) < size and time.monotonic() < deadline:
             self._answer_questions()
-            answers = dict(arrived(self._comm, _ANSWER))
+            answers = dict(receive_all(self._comm, _ANSWER))
             places |= answers
             if not answers:
                 time.sleep(0.02)
@@ -292,14 +292,14 @@ def line_of(frame: FrameType) -> str:
     inner = (_PACKAGE, _TORCH)
     outside = [f for f in places if not os.path.abspath(f.filename).startswith(inner) and "runpy" not in f.filename]
     # a job run by mpitrain.train is inside the package from top to bottom
-    outside = outside or [f for f in places if not os.path.abspath(f.filename).startswith(_ROOM)]
+    outside = outside or [f for f in places if not os.path.abspath(f.filename).startswith(_COMM_FOLDER)]
     place = outside[-1] if outside else stack[-1]
     return f"{os.path.basename(place.filename)}:{place.lineno} in {place.name}"
 
 
-def _ours(frame: FrameType) -> bool:
+def _is_internal(frame: FrameType) -> bool:
     """Return True if a frame belongs to a communication thread, which has no line in the user's program."""
     return all(
-        os.path.abspath(f.filename).startswith(_ROOM) or f.filename.endswith("/threading.py")
+        os.path.abspath(f.filename).startswith(_COMM_FOLDER) or f.filename.endswith("/threading.py")
         for f in traceback.extract_stack(frame)
     )

@@ -23,14 +23,14 @@ from typing import NamedTuple
 import torch
 
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.traffic import Journal, Note, Record, clock
-from mpitrain.comm.memory.device import current_stream, new_stream, on_stream, recorded, stream_of_cupy
-from mpitrain.comm.runtime.agreement import seen
+from mpitrain.comm.job.traffic import Note, Record, TrafficCounters, clock
+from mpitrain.comm.memory.device import current_stream, new_stream, on_stream, record_event, stream_of_cupy
+from mpitrain.comm.runtime.agreement import run_watched
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.errors import CommunicationError
 
 _EAGER_ROUNDS = 1000  # number of tests without a pause
-_LINGER = 1.0  # seconds for which a worker's thread stays when there is nothing to do
+_IDLE_SECONDS = 1.0  # seconds for which a worker's thread stays when there is nothing to do
 
 
 class Work:
@@ -71,7 +71,9 @@ def poll(work: Work, name: str, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while not work.done():
         if time.monotonic() > deadline:
-            raise CommunicationError(f"{name} is not complete after {timeout:g} s; is the other rank there?")
+            raise CommunicationError(
+                f"{name} is not complete after {timeout:g} s; check that the other rank makes the matching call"
+            )
         time.sleep(1e-4)
 
 
@@ -82,7 +84,7 @@ class MessageWait(NamedTuple):
         record: Record in which the watchdog sees the wait.
         awaited: World ranks of the possible other ends.
         progress: Progress engine, which advances other operations of this process during the wait.
-        note: Journal entry of the message; None while the journal is off.
+        note: Entry of the message in the traffic counters; None while they are off.
     """
 
     record: Record
@@ -115,13 +117,13 @@ class Messages(Work):
         self._failure = ""  # error message, if the messages failed
         self._begin = 0.0  # start of the current wait
         self.source: int | None = None
-        self._progress.keep(self)
+        self._progress.keep_alive(self)
 
     def _proceed(self, statuses: list[MPI.Status]) -> Sequence[MPI.Request]:
         """Return the requests to complete next, given the statuses of the requests that are now complete."""
         return []
 
-    def _go_on(self, statuses: list[MPI.Status]) -> None:
+    def _continue(self, statuses: list[MPI.Status]) -> None:
         self._requests = list(self._proceed(statuses))
         if not self._requests:
             self._end()
@@ -131,7 +133,7 @@ class Messages(Work):
         self._progress.in_flight.discard(self)
         note, self._note = self._note, None
         if note is not None:
-            note.ended(self._begin or clock(), self.source)
+            note.record_end(self._begin or clock(), self.source)
 
     def _test(self, until: Callable[[], bool]) -> None:
         """Complete what MPI has finished, until `until` is true; do nothing if another thread is about to do so."""
@@ -142,14 +144,14 @@ class Messages(Work):
                 statuses = [MPI.Status() for _ in self._requests]
                 if not MPI.Request.Testall(self._requests, statuses):
                     return
-                self._go_on(statuses)
+                self._continue(statuses)
         except MPI.Exception as error:
             self._failure = f"{self._record.label}: {self._name} failed in MPI: {error}"
             self._end()
         finally:
             self._lock.release()
 
-    def has_left(self) -> bool:
+    def is_buffer_free(self) -> bool:
         """Return True if MPI has finished with the memory. Never blocks, and does not complete the operation."""
         if not self._lock.acquire(blocking=False):
             return False
@@ -170,7 +172,7 @@ class Messages(Work):
         try:
             self._wait(timeout)
         finally:
-            note.waited(self._begin)
+            note.count_wait(self._begin)
             self._begin = 0.0
 
     def _wait(self, timeout: float | None) -> None:
@@ -178,7 +180,7 @@ class Messages(Work):
             pass
         elif timeout is None:
             self._record.awaited = self._awaited
-            seen(self._record, self._name, self._tensor, self._block)
+            run_watched(self._record, self._name, self._tensor, self._block)
         else:
             with self.limited_wait():
                 poll(self, f"{self._record.label}: {self._name}", timeout)
@@ -211,19 +213,19 @@ class Messages(Work):
             except MPI.Exception:
                 self._end()
                 raise
-            self._go_on(statuses)
+            self._continue(statuses)
 
     @contextmanager
     def limited_wait(self) -> Iterator[None]:
         """Mark the wait in this context as limited in time: the watchdog acts only if an awaited rank has left."""
         record = self._record
-        record.awaited, record.limited = self._awaited, True
+        record.awaited, record.has_deadline = self._awaited, True
         record.begin(self._name, self._tensor)
         try:
             yield
         finally:
             record.end()
-            record.limited = False
+            record.has_deadline = False
 
     def done(self) -> bool:
         """Return True if all messages are complete. The call also makes progress on them and on all receives."""
@@ -244,26 +246,26 @@ class Worker:
     nothing to do for a while.
     """
 
-    def __init__(self, threaded: bool, journal: Journal, progress: ProgressEngine) -> None:
+    def __init__(self, threaded: bool, counters: TrafficCounters, progress: ProgressEngine) -> None:
         """Start with an empty queue.
 
         Args:
             threaded: If true, a thread carries out operations whenever there are any; otherwise they are deferred.
-            journal: Journal in which waits for that thread are entered.
+            counters: Traffic counters, which also count the waits for that thread.
             progress: Progress engine, which starts deferred operations when this rank waits for something else.
         """
         self.threaded = threaded
-        self._journal, self.progress = journal, progress
-        self.waiting: deque[Queued] = deque()  # operations that are not complete yet
+        self._counters, self.progress = counters, progress
+        self.queue: deque[QueuedOperation] = deque()  # operations that are not complete yet
         self._running = threading.Lock()  # taken by the thread that carries out an operation
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def submit(self, work: Queued) -> None:
+    def submit(self, work: QueuedOperation) -> None:
         """Add an operation to the queue."""
         with self._changed:
-            self.waiting.append(work)
+            self.queue.append(work)
             self._changed.notify_all()
         if self.threaded:
             self.start()
@@ -276,47 +278,47 @@ class Worker:
             self.drain()
             return
         with self._changed:
-            if self._thread is None and self.waiting and not self._closed:
-                self._thread = threading.Thread(target=self._carry_out, name="mpitrain-comm", daemon=True)
+            if self._thread is None and self.queue and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="mpitrain-comm", daemon=True)
                 self._thread.start()
-                self.progress.deferring.discard(self)
+                self.progress.deferred_workers.discard(self)
 
-    def start_beside(self) -> None:
+    def start_thread(self) -> None:
         """Start a thread that carries out the queue, unless a thread does so already or MPI allows only one thread."""
         if not self._running.locked() and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self.start()
 
     @property
-    def is_this_thread(self) -> bool:
+    def is_worker_thread(self) -> bool:
         """True if the caller is the worker's thread, which must not wait for itself."""
         return self._thread is threading.current_thread()
 
-    def finish(self, work: Queued) -> None:
+    def finish(self, work: QueuedOperation) -> None:
         """Complete an operation and those before it, in the worker's thread if there is one, otherwise here."""
-        if self._thread is not None and not self.is_this_thread:
-            self.waits(work, None)
+        if self._thread is not None and not self.is_worker_thread:
+            self.wait_for(work, None)
         while not work.complete:
-            if not self._next():
+            if not self._run_next():
                 time.sleep(0)  # another thread has carried it out and is about to mark it complete
 
-    def waits(self, work: Queued, timeout: float | None) -> bool:
+    def wait_for(self, work: QueuedOperation, timeout: float | None) -> bool:
         """Wait for an operation that a thread carries out; return True if it is complete in time.
 
         Args:
             work: The operation.
             timeout: Longest time to wait in seconds; None for no limit.
         """
-        begin = clock() if self._journal.on else 0.0
+        begin = clock() if self._counters.on else 0.0
         with self._changed:
             complete = self._changed.wait_for(lambda: work.complete, timeout)
         if begin:
-            self._journal.wait(begin)
+            self._counters.add_wait(begin)
         return complete
 
     def drain(self) -> None:
         """Complete all operations submitted so far; their errors are raised by their handles."""
         with self._changed:
-            last = self.waiting[-1] if self.waiting else None
+            last = self.queue[-1] if self.queue else None
         if last is not None:
             self.finish(last)
 
@@ -330,45 +332,45 @@ class Worker:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _next(self) -> bool:
+    def _run_next(self) -> bool:
         """Carry out the first operation of the queue; return False if the queue is empty."""
         with self._running:
             with self._changed:
-                work = self.waiting[0] if self.waiting else None
+                work = self.queue[0] if self.queue else None
             if work is None:
                 return False
             work.run()
             with self._changed:
-                self.waiting.popleft()
-                if not self.waiting:
-                    self.progress.deferring.discard(self)
-        if work.announce is not None:
-            work.announce()
-            work.announce = None  # breaks a reference cycle with its handle, so that memory is freed at once
+                self.queue.popleft()
+                if not self.queue:
+                    self.progress.deferred_workers.discard(self)
+        if work.on_complete is not None:
+            work.on_complete()
+            work.on_complete = None  # breaks a reference cycle with its handle, so that memory is freed at once
         with self._changed:
             self._changed.notify_all()
         return True
 
-    def _carry_out(self) -> None:
+    def _run(self) -> None:
         """Carry out the queue; the body of the thread."""
         while True:
-            while self._next():
+            while self._run_next():
                 pass
             with self._changed:
-                if not self.waiting and not self._closed and self.threaded:
-                    self._changed.wait(_LINGER)
-                if not self.waiting:
+                if not self.queue and not self._closed and self.threaded:
+                    self._changed.wait(_IDLE_SECONDS)
+                if not self.queue:
                     self._thread = None
                     return
 
 
-class Queued(Work):
+class QueuedOperation(Work):
     """An operation of a worker, carried out while the caller computes.
 
     Attributes:
         name: Name of the operation, for error messages.
         complete: True if the operation was carried out or has failed.
-        announce: Called once when the operation is complete, before the worker starts the next one.
+        on_complete: Called once when the operation is complete, before the worker starts the next one.
     """
 
     def __init__(
@@ -376,8 +378,8 @@ class Queued(Work):
         name: str,
         call: Callable[[], object],
         worker: Worker,
-        order: Order | None = None,
-        announce: Callable[[], None] | None = None,
+        order: StreamOrder | None = None,
+        on_complete: Callable[[], None] | None = None,
     ) -> None:
         """Submit an operation.
 
@@ -386,9 +388,9 @@ class Queued(Work):
             call: Carries out the operation, on the current stream if it is on a device.
             worker: Worker that carries it out.
             order: Its place in the caller's stream order; None for host memory.
-            announce: Called when it is complete.
+            on_complete: Called when it is complete.
         """
-        self.name, self.announce = name, announce
+        self.name, self.on_complete = name, on_complete
         self.complete = False
         self._call: Callable[[], object] | None = call
         self._error: BaseException | None = None
@@ -400,7 +402,7 @@ class Queued(Work):
         call, self._call = self._call, None
         assert call is not None
         try:
-            with nullcontext() if self._order is None else self._order.after_caller():
+            with nullcontext() if self._order is None else self._order.after_caller_streams():
                 call()
         except BaseException as error:  # raised by wait()
             self._error = error
@@ -414,9 +416,9 @@ class Queued(Work):
             self._worker.finish(self)
         else:
             self._worker.start()
-            if not self._worker.waits(self, timeout):
+            if not self._worker.wait_for(self, timeout):
                 raise CommunicationError(
-                    f"{self.name} is not complete after {timeout:g} s; does every rank of its communicator call it?"
+                    f"{self.name} is not complete after {timeout:g} s; check that every rank of the group calls it"
                 )
         if self._error is not None:
             raise self._error
@@ -441,20 +443,20 @@ def streams_of_caller(device: torch.device) -> list[torch.Stream]:
 
 
 @contextmanager
-def between(device: torch.device) -> Iterator[None]:
+def in_stream_order(device: torch.device) -> Iterator[None]:
     """Run the context's work in order: after work already on the caller's streams, and before work queued there later.
 
     Inside the context, queue all work on PyTorch's current stream.
     """
     current, *others = streams_of_caller(device)
     for stream in others:
-        current.wait_event(recorded(device, stream))
+        current.wait_event(record_event(device, stream))
     yield
     for stream in others:
-        stream.wait_event(recorded(device, current))
+        stream.wait_event(record_event(device, current))
 
 
-class Order:
+class StreamOrder:
     """Place of one operation on device memory in the stream order of its caller."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], streams: Streams) -> None:
@@ -466,17 +468,19 @@ class Order:
         """
         self._tensors = list(tensors)
         devices = {tensor.device for tensor in tensors}
-        self._issued = {device: [recorded(device, s) for s in streams_of_caller(device)] for device in devices}
+        self._issue_events = {
+            device: [record_event(device, s) for s in streams_of_caller(device)] for device in devices
+        }
         self._streams = streams
         self._complete: dict[torch.device, torch.Event] = {}
         for device in devices - streams.keys():
             streams[device] = new_stream(device)
 
     @contextmanager
-    def after_caller(self) -> Iterator[None]:
+    def after_caller_streams(self) -> Iterator[None]:
         """Make the side streams current, after the work that the caller had queued when the operation was issued."""
-        with self.beside():
-            for device, events in self._issued.items():
+        with self.side_streams():
+            for device, events in self._issue_events.items():
                 for event in events:
                     self._streams[device].wait_event(event)
             try:
@@ -485,13 +489,13 @@ class Order:
                 for tensor in self._tensors:  # their memory must not be reused before the side stream is done
                     tensor.record_stream(self._streams[tensor.device])
                 self._tensors = []
-                self._complete = {device: recorded(device, self._streams[device]) for device in self._issued}
+                self._complete = {device: record_event(device, self._streams[device]) for device in self._issue_events}
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def side_streams(self) -> Iterator[None]:
         """Make the side streams current: a future resolved in this context completes when their work is done."""
         with ExitStack() as stack:
-            for device in self._issued:
+            for device in self._issue_events:
                 stack.enter_context(on_stream(self._streams[device]))
             yield
 

@@ -99,7 +99,7 @@ class DividedDraws:
     @contextmanager
     def drawing(self, step: int) -> Iterator[None]:
         """Use the model's generators of this step in the block, continuing after the last block of the same step."""
-        with devices.generators_kept(self._device):
+        with devices.preserve_generators(self._device):
             if step != self._step:
                 seed_worker(self._generators.seed, step, self._place)
                 self._step = step

@@ -15,7 +15,7 @@ from torch import nn
 
 from mpitrain.checkpoint import MODEL, Manifest, Part, Store
 from mpitrain.comm import Communicator
-from mpitrain.comm.memory.device import CPU, fetched
+from mpitrain.comm.memory.device import CPU, start_copy_to_host
 from mpitrain.config.learning_rate import WarmUp
 from mpitrain.errors import CheckpointError, InputError, refusal
 from mpitrain.layers.loss_terms import counted, counts_targets, nothing
@@ -217,7 +217,7 @@ class TrainingEngine:
             if self.at_boundary:
                 mean += engine.terms.take(self.device) * size
                 engine.comm.all_reduce(mean, "avg")
-                fetched_mean = fetched(mean)
+                fetched_mean = start_copy_to_host(mean)
             self.step()
         return self._note_terms(fetched_mean().tolist())
 

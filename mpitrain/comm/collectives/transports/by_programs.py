@@ -23,9 +23,9 @@ from torch import Tensor
 from mpitrain.comm.algorithms import shared
 from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, offsets
 from mpitrain.comm.memory.arena import Arena
-from mpitrain.comm.memory.device import current_stream, new_stream, pin, pinned, recorded
+from mpitrain.comm.memory.device import current_stream, empty_pinned, new_stream, pin, record_event
 from mpitrain.comm.programs.program import Program
-from mpitrain.comm.runtime.agreement import described
+from mpitrain.comm.runtime.agreement import describe_call
 from mpitrain.comm.runtime.executor import Compiled, Reduction
 from mpitrain.comm.selection import Algorithm, Setting, always
 
@@ -47,13 +47,13 @@ class DeviceCall(NamedTuple):
         operation: The operation.
         tensors: Tensor arguments: contiguous, on the rank's device; None where this rank has none.
         written: For each tensor, True if the operation changes it.
-        given: Arguments other than the tensors.
+        arguments: Arguments other than the tensors.
     """
 
     operation: CollectiveOperation
     tensors: Sequence[Tensor | None]
     written: Sequence[bool]
-    given: Sequence[Any]
+    arguments: Sequence[Any]
 
     @property
     def present(self) -> list[Tensor]:
@@ -65,14 +65,14 @@ class DeviceCall(NamedTuple):
         """Bytes of the largest tensor."""
         return max(tensor.nbytes for tensor in self.present)
 
-    def value(self, name: str, otherwise: Any = None) -> Any:
+    def value(self, name: str, default: Any = None) -> Any:
         """Return the argument of a parameter.
 
         Args:
             name: Name of the parameter.
-            otherwise: Value to return if the operation has no such parameter.
+            default: Value to return if the operation has no such parameter.
         """
-        return self.operation.value(self.given, name, otherwise)
+        return self.operation.value(self.arguments, name, default)
 
     def reduction(self, size: int) -> Reduction | None:
         """Return the reduction over `size` ranks; None for an operation that only moves data."""
@@ -110,8 +110,8 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 _ALIGNMENT = 64  # bytes: tensors begin at multiples of it in the memory of a piece, and piece widths are multiples
-_USUAL = 4  # smallest number of pieces of a large operation, so that several can be in progress at once
-_SMALLEST = 1 << 19  # bytes of a piece below which cutting costs more than it gains
+_MIN_PIECES = 4  # smallest number of pieces of a large operation, so that several can be in progress at once
+_MIN_PIECE_BYTES = 1 << 19  # bytes of a piece below which cutting costs more than it gains
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class TensorPart:
     numel: int
     start: int
 
-    def within(self, memory: Tensor, dtype: torch.dtype) -> Tensor:
+    def view_in(self, memory: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the memory of this part as a tensor.
 
         Args:
@@ -143,7 +143,7 @@ class OperationPiece:
     """Piece of an operation: a part of each tensor (None where there is no tensor), and its other arguments."""
 
     parts: tuple[TensorPart | None, ...]
-    given: tuple[Any, ...]
+    arguments: tuple[Any, ...]
 
 
 def cut(call: DeviceCall, size: int, room: int) -> list[OperationPiece]:
@@ -171,24 +171,24 @@ def cut(call: DeviceCall, size: int, room: int) -> list[OperationPiece]:
             part = None if block_lengths is None else _part(block_lengths, lo, hi, start)
             start += 0 if part is None else -(-part.numel * item // _ALIGNMENT) * _ALIGNMENT
             parts.append(part)
-        clipped = tuple(_clipped(n, lo, hi) for n in counts) if counts else None
-        pieces.append(OperationPiece(tuple(parts), operation.replaced(call.given, counts=clipped)))
+        clipped = tuple(_clip(n, lo, hi) for n in counts) if counts else None
+        pieces.append(OperationPiece(tuple(parts), operation.replace_arguments(call.arguments, counts=clipped)))
     return pieces
 
 
 def _width(longest: int, item: int, blocks: int, room: int) -> int:
     """Return the number of elements that a piece takes of the longest block."""
     each = max(_ALIGNMENT, (room - blocks * _ALIGNMENT) // blocks)
-    target = max(_SMALLEST // blocks, longest * item // _USUAL)
+    target = max(_MIN_PIECE_BYTES // blocks, longest * item // _MIN_PIECES)
     return max(1, min(each, target) // _ALIGNMENT * _ALIGNMENT // item)
 
 
-def _clipped(length: int, lo: int, hi: int) -> int:
+def _clip(length: int, lo: int, hi: int) -> int:
     return max(0, min(hi, length) - lo)
 
 
 def _part(lengths: Sequence[int], lo: int, hi: int, start: int) -> TensorPart:
-    spans = [(offset + lo, _clipped(n, lo, hi)) for offset, n in zip(offsets(lengths), lengths, strict=False)]
+    spans = [(offset + lo, _clip(n, lo, hi)) for offset, n in zip(offsets(lengths), lengths, strict=False)]
     return TensorPart(tuple(spans), sum(n for _, n in spans), start)
 
 
@@ -198,7 +198,7 @@ _SLOTS = 3  # one is filled, one is worked on, one is emptied
 _SLOT = 4 << 20  # bytes
 
 
-class _Filled(NamedTuple):
+class _FilledSlot(NamedTuple):
     """Piece of an operation in a staging slot.
 
     Attributes:
@@ -240,10 +240,12 @@ class Staged(Transport):
         operation, tensors, written, call_arguments = call
         if not operation.by_rank:
             binder = self._binder
-            through_host(lambda *host: binder.run(operation.bound(binder, *host, *call_arguments)), tensors, written)
+            perform_through_host(
+                lambda *host: binder.run(operation.bind_cached(binder, *host, *call_arguments)), tensors, written
+            )
             return
         caller = current_stream(self._device)
-        submission = recorded(self._device, caller)
+        submission = record_event(self._device, caller)
         self._in.wait_event(submission)  # copies out come later anyway, since the host waits for the copies in
         vectors = [None if tensor is None else flat(tensor) for tensor in tensors]
         read = [operation.in_place or not changed for changed in written]
@@ -254,7 +256,7 @@ class Staged(Transport):
             if number + 1 < len(pieces):
                 filled = self._fill((number + 1) % _SLOTS, pieces[number + 1], vectors, read)
             ready.event.synchronize()
-            self._binder.run(operation.bound(self._binder, *ready.host, *ready.piece.given))
+            self._binder.run(operation.bind_cached(self._binder, *ready.host, *ready.piece.arguments))
             self._empty(ready, vectors, written)
         emptied = self._emptied[(len(pieces) - 1) % _SLOTS]
         if emptied is not None and any(written):
@@ -262,7 +264,7 @@ class Staged(Transport):
 
     def _fill(
         self, slot: int, piece: OperationPiece, tensors: Sequence[Tensor | None], read: Sequence[bool]
-    ) -> _Filled:
+    ) -> _FilledSlot:
         """Start to copy a piece of the tensors that are read into a slot, after its last results were copied out."""
         emptied, host = self._emptied[slot], list[Tensor | None]()
         if emptied is not None:
@@ -272,22 +274,22 @@ class Staged(Transport):
                 if tensor is None or part is None:
                     host.append(None)
                     continue
-                place = part.within(self._arena.tensor[slot * _SLOT :], tensor.dtype)
+                place = part.view_in(self._arena.tensor[slot * _SLOT :], tensor.dtype)
                 host.append(place)
                 if is_read:
-                    for here, there in spans(part, place, tensor):
+                    for here, there in span_pairs(part, place, tensor):
                         here.copy_(there, non_blocking=True)
-        return _Filled(slot, piece, host, recorded(self._device, self._in))
+        return _FilledSlot(slot, piece, host, record_event(self._device, self._in))
 
-    def _empty(self, filled: _Filled, tensors: Sequence[Tensor | None], written: Sequence[bool]) -> None:
+    def _empty(self, filled: _FilledSlot, tensors: Sequence[Tensor | None], written: Sequence[bool]) -> None:
         """Start to copy the tensors that the operation changed out of a slot."""
         with self._out:
             each = zip(tensors, filled.host, filled.piece.parts, written, strict=True)
             for tensor, place, part, changed in each:
                 if changed and tensor is not None and place is not None and part is not None:
-                    for here, there in spans(part, place, tensor):
+                    for here, there in span_pairs(part, place, tensor):
                         there.copy_(here, non_blocking=True)
-        self._emptied[filled.slot] = recorded(self._device, self._out)
+        self._emptied[filled.slot] = record_event(self._device, self._out)
 
     def free(self) -> None:
         """Release the slots. Collective."""
@@ -299,7 +301,7 @@ class Staged(Transport):
         self._arena.free()
 
 
-def spans(part: TensorPart, place: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
+def span_pairs(part: TensorPart, place: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Return, for each block, the pair of its part in host or arena memory and its part in the tensor.
 
     Args:
@@ -311,7 +313,9 @@ def spans(part: TensorPart, place: Tensor, tensor: Tensor) -> list[tuple[Tensor,
     return [(near, tensor[lo : lo + n]) for near, (lo, n) in zip(pieces, part.spans, strict=True) if n]
 
 
-def through_host(perform: Callable[..., None], tensors: Sequence[Tensor | None], written: Sequence[bool]) -> None:
+def perform_through_host(
+    perform: Callable[..., None], tensors: Sequence[Tensor | None], written: Sequence[bool]
+) -> None:
     """Perform an operation that cannot be cut on pinned host copies of its tensors.
 
     Args:
@@ -319,7 +323,7 @@ def through_host(perform: Callable[..., None], tensors: Sequence[Tensor | None],
         tensors: Tensors on a device; None where this rank has none.
         written: For each tensor, True if the operation changes it.
     """
-    host = [None if t is None else pinned(t.shape, t.dtype, t.device) for t in tensors]
+    host = [None if t is None else empty_pinned(t.shape, t.dtype, t.device) for t in tensors]
     pairs = [
         (here, there.detach(), changed)
         for here, there, changed in zip(host, tensors, written, strict=True)
@@ -328,7 +332,7 @@ def through_host(perform: Callable[..., None], tensors: Sequence[Tensor | None],
     for here, there, _ in pairs:
         here.copy_(there, non_blocking=True)
     for device in {there.device for _, there, _ in pairs}:
-        recorded(device).synchronize()
+        record_event(device).synchronize()
     perform(*host)
     for here, there, changed in pairs:
         if changed:
@@ -389,16 +393,16 @@ class Peer(Transport):
             places = list[Tensor]()
             for tensor, part, changed in zip(vectors, piece.parts, written, strict=True):
                 assert part is not None
-                places.append(part.within(self._room.tensor, tensor.dtype))
+                places.append(part.view_in(self._room.tensor, tensor.dtype))
                 if call.operation.in_place or not changed:
-                    for here, there in spans(part, places[-1], tensor):
+                    for here, there in span_pairs(part, places[-1], tensor):
                         here.copy_(there)
-            self._run(call._replace(tensors=places, given=piece.given))
+            self._run(call._replace(tensors=places, arguments=piece.arguments))
             for tensor, place, part, changed in zip(vectors, places, piece.parts, written, strict=True):
                 if changed and part is not None:
-                    for here, there in spans(part, place, tensor):
+                    for here, there in span_pairs(part, place, tensor):
                         there.copy_(here)
-        self._emptied = recorded(vectors[0].device)
+        self._emptied = record_event(vectors[0].device)
 
     def _run(self, call: DeviceCall) -> None:
         """Perform a call whose first tensor is in an arena."""
@@ -412,20 +416,22 @@ class Peer(Transport):
         arena = binder.arena_of(vector)
         assert arena is not None and arena.mapped is not None
         bounds = offsets(call.value("counts") or [vector.numel() // size] * size) if len(tensors) == 2 else []
-        layout = binder.in_place(program, vector, bounds=bounds)
+        layout = binder.layout_in_place(program, vector, bounds=bounds)
         mapped = arena.mapped
         if operation.name == "reduce_scatter":
             first = bounds[binder.topology.rank] * vector.element_size()
             layout = replace(layout, target=tensors[1].data_ptr() - first)
-            mapped = mapped.beside(tensors[1])
+            mapped = mapped.with_memory(tensors[1])
         elif operation.name == "all_gather":
             own_block = vector[bounds[binder.topology.rank] : bounds[binder.topology.rank + 1]]
             if own_block.data_ptr() != tensors[1].data_ptr():
                 own_block.copy_(tensors[1])
         layout = replace(layout, device=vector.device, memory=mapped.at)
-        said = described(operation.name, vector.numel(), vector.dtype, *map(str, call.given), binder.place(vector))
-        compiled: Compiled = binder.compile(program, layout, call.reduction(size), arena, said=said)
-        binder.run(binder.signed(said, compiled))
+        description = describe_call(
+            operation.name, vector.numel(), vector.dtype, *map(str, call.arguments), binder.describe_place(vector)
+        )
+        compiled: Compiled = binder.compile(program, layout, call.reduction(size), arena, description=description)
+        binder.run(binder.with_signature(description, compiled))
 
     def free(self) -> None:
         """Release the arena. Collective."""

@@ -13,27 +13,27 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, moved_by_library
+from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, library_volume
 from mpitrain.comm.collectives.transports.by_programs import DeviceCall, Peer, Staged, Transport, flat
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import all_gather_bytes
 from mpitrain.comm.memory.arena import all_agree
-from mpitrain.comm.memory.buffers import overlap
+from mpitrain.comm.memory.buffers import shares_memory
 from mpitrain.comm.memory.device import (
     current_stream,
     identity,
     memory_kind,
     mpi_reads,
     native_handle,
-    recorded,
+    record_event,
     synchronize,
     use,
 )
 from mpitrain.comm.memory.elements import DTYPES, HALVES, LARGEST_COUNT
-from mpitrain.comm.runtime.executor import Compiled, scaling
+from mpitrain.comm.runtime.executor import Compiled, make_scaling
 from mpitrain.errors import refusal
 
-_MEASURED = (1 << 16, 1 << 20, 1 << 24)  # bytes
+_MEASURED_SIZES = (1 << 16, 1 << 20, 1 << 24)  # bytes
 
 
 @dataclass
@@ -102,16 +102,16 @@ class Transports:
 
     def perform(self, call: DeviceCall) -> None:
         """Perform an operation on the rank's device; see `Transport.perform`."""
-        near = min(_MEASURED, key=lambda size: abs(np.log(size / max(1, call.nbytes))))
+        near = min(_MEASURED_SIZES, key=lambda size: abs(np.log(size / max(1, call.nbytes))))
         name = min(self._seconds, key=lambda name: self._seconds[name][near], default=self._default)
         transport = self._possible[name]
         if not transport.carries(call):
             transport = self._staged
-        counted = self._binder.moved
+        counted = self._binder.volume
         start = 0 if counted is None else len(counted)
         transport.perform(call)
         if counted is not None:
-            counted[start:] = [moved.by(transport.name) for moved in counted[start:]]
+            counted[start:] = [volume.with_way(transport.name) for volume in counted[start:]]
 
     def free(self) -> None:
         """Release the memory of all transports. Collective."""
@@ -122,8 +122,8 @@ class Transports:
         """Return the transport of a name, or None and the reason why it is not possible; equal on all ranks."""
         binder, device = self._binder, self._device
         if name == "mpi":
-            takes = all_agree(binder.comm, takes_addresses(device.type))
-            return (Direct(binder), "") if takes else (None, f"this MPI takes no addresses of {device.type} memory")
+            accepts = all_agree(binder.comm, accepts_addresses(device.type))
+            return (Direct(binder), "") if accepts else (None, f"this MPI accepts no addresses of {device.type} memory")
         if name == "peer":
             if binder.topology.num_nodes > 1:
                 return None, "the ranks are on several nodes"
@@ -137,8 +137,8 @@ class Transports:
     def _measure(self) -> dict[str, dict[int, float]]:
         """Return the seconds of an all_reduce by transport and bytes: the best of three runs, on the slowest rank."""
         seconds: dict[str, dict[int, float]] = {name: {} for name in self._possible}
-        counted, self._binder.moved = self._binder.moved, None  # the measurement is not counted
-        for nbytes in _MEASURED:
+        counted, self._binder.volume = self._binder.volume, None  # the measurement is not counted
+        for nbytes in _MEASURED_SIZES:
             x = torch.zeros(nbytes // 4, device=self._device)
             measured = DeviceCall(self._probe, (x,), (True,), ("sum", "auto", False))
             for name, transport in self._possible.items():
@@ -153,11 +153,11 @@ class Transports:
                 best = np.array([min(times[1:])])
                 self._binder.comm.Allreduce(MPI.IN_PLACE, best, MPI.MAX)
                 seconds[name][nbytes] = float(best[0])
-        self._binder.moved = counted
+        self._binder.volume = counted
         return seconds
 
 
-def alone(call: DeviceCall) -> None:
+def perform_on_one_rank(call: DeviceCall) -> None:
     """Perform an operation on a communicator of one rank: copy the only block to its destination."""
     present = call.present
     call.reduction(1)  # checks the operation and the dtype
@@ -176,7 +176,7 @@ def alone(call: DeviceCall) -> None:
 # scaled on the device.
 
 
-def takes_addresses(kind: str) -> bool:
+def accepts_addresses(kind: str) -> bool:
     """Return True if the MPI library accepts addresses of a kind of device memory. MPITRAIN_DEVICE_AWARE=0|1 overrides.
 
     The answer comes from the library's own query function for this kind, or else from the memory kinds that the library
@@ -217,16 +217,16 @@ class Direct(Transport):
         """Perform the operation; see `Transport.perform`."""
         operation, tensors, written, arguments = call
         first, op, reduction = call.present[0], call.value("op"), call.reduction(self._binder.topology.size)
-        arguments = operation.replaced(arguments, algorithm="mpi", op="sum" if op == "avg" else op)
+        arguments = operation.replace_arguments(arguments, algorithm="mpi", op="sum" if op == "avg" else op)
         wide = op is not None and first.dtype in HALVES
         passed = [None if t is None else t.detach().float() if wide else t.detach() for t in tensors]
-        if len(passed) == 2 and passed[0] is not None and passed[1] is not None and overlap(passed[0], passed[1]):
+        if len(passed) == 2 and passed[0] is not None and passed[1] is not None and shares_memory(passed[0], passed[1]):
             passed = [t if changed or t is None else t.clone() for t, changed in zip(passed, written, strict=True)]
-        recorded(first.device).synchronize()
+        record_event(first.device).synchronize()
         self._binder.run(operation.bind(self._binder, *passed, *arguments))
         for tensor, result, changed in zip(tensors, passed, written, strict=True):
             if changed and tensor is not None and result is not None:
-                for scale in scaling(result, reduction.scale if reduction is not None else None):
+                for scale in make_scaling(result, reduction.scale if reduction is not None else None):
                     scale()
                 if wide:
                     tensor.detach().copy_(result)
@@ -237,9 +237,9 @@ class Direct(Transport):
 # The id of a communicator is sent over MPI, so that no port and no environment variable is needed. NCCL allows one rank
 # per device in a communicator; if ranks share a device, another transport is used.
 
-_OPERATIONS = {"sum": "SUM", "avg": "AVG", "product": "PROD", "min": "MIN", "max": "MAX"}
-_DTYPES = DTYPES - {torch.bool, torch.int16, torch.complex64, torch.complex128}  # NCCL has none of these
-_CARRIED = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
+_NCCL_REDUCTIONS = {"sum": "SUM", "avg": "AVG", "product": "PROD", "min": "MIN", "max": "MAX"}
+_NCCL_DTYPES = DTYPES - {torch.bool, torch.int16, torch.complex64, torch.complex128}  # NCCL has none of these
+_NCCL_OPERATIONS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
 
 
 class Nccl(Transport):
@@ -267,7 +267,7 @@ class Nccl(Transport):
             return None, obstacle or "nccl4py is not installed on every node"
         place = f"{MPI.Get_processor_name()} {identity(device)}".encode()
         if not all_agree(comm, all_gather_bytes(comm, place).count(place) == 1):
-            return None, "several ranks share a device, which NCCL refuses"
+            return None, "several ranks share a device, which NCCL does not allow"
         comm.Bcast(uid)
         use(device)
         try:
@@ -281,8 +281,8 @@ class Nccl(Transport):
     def carries(self, call: DeviceCall) -> bool:
         """Return True if NCCL has the operation for the dtype, with equal blocks and in its own order of reduction."""
         return (
-            call.operation.name in _CARRIED
-            and all(t is not None and t.dtype in _DTYPES and t.numel() > 0 for t in call.tensors)
+            call.operation.name in _NCCL_OPERATIONS
+            and all(t is not None and t.dtype in _NCCL_DTYPES and t.numel() > 0 for t in call.tensors)
             and call.value("counts") is None
             and call.value("algorithm", "auto") == "auto"
             and not call.value("reproducible", False)
@@ -293,7 +293,7 @@ class Nccl(Transport):
         """Queue the operation on the current stream; see `Transport.perform`. The host does not wait."""
         vectors, operation = [flat(tensor) for tensor in call.present], call.operation
         root, op = call.value("root", 0), call.value("op")
-        reduction = None if op is None else getattr(self._library, _OPERATIONS[op])
+        reduction = None if op is None else getattr(self._library, _NCCL_REDUCTIONS[op])
         comm, first = self._comm, vectors[0]
         calls: dict[str, Callable[..., None]] = {
             "all_reduce": partial(comm.allreduce, first, first, reduction),
@@ -305,8 +305,8 @@ class Nccl(Transport):
         act = partial(calls[operation.name], stream=native_handle(current_stream(first.device)))
         topology, smallest = self._binder.topology, min(tensor.nbytes for tensor in vectors)
         blocks = [smallest] * topology.size if any(operation.by_rank) else smallest
-        moved = moved_by_library(topology, operation.name, blocks, root)._replace(algorithm="nccl")
-        self._binder.run(Compiled([act], moved=moved))
+        volume = library_volume(topology, operation.name, blocks, root)._replace(algorithm="nccl")
+        self._binder.run(Compiled([act], volume=volume))
 
     def free(self) -> None:
         """Destroy NCCL's communicator. Collective."""
