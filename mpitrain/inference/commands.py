@@ -68,9 +68,9 @@ class Job:
         """
         if self.mesh is None:
             return make()
-        from mpitrain.trainer.folder import together
+        from mpitrain.trainer.folder import agree_on_errors
 
-        return together(self.mesh.world, make)
+        return agree_on_errors(self.mesh.world, make)
 
     def first_whole(self, path: Path, load: Callable[[Path], T], *, best: bool) -> T:
         """Load the newest whole checkpoint of a run. Collective.
@@ -114,9 +114,9 @@ class Job:
             from mpitrain.comm.memory import device
 
             return device.of_rank(kind, 0)
-        from mpitrain.trainer.device import choose
+        from mpitrain.trainer.device import choose_device
 
-        return choose(kind, self.mesh.world)[0]
+        return choose_device(kind, self.mesh.world)[0]
 
     def say(self, text: str) -> None:
         """Print a message to standard error, on the first rank only."""

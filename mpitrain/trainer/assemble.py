@@ -26,7 +26,7 @@ from mpitrain.parallel.rules import Combination, require_compatible
 from mpitrain.pipe.partition import check_slices, listed_blocks, require_look_back, time_costs
 from mpitrain.trainer.data import microbatch_size
 from mpitrain.trainer.engine import Engine
-from mpitrain.trainer.folder import together
+from mpitrain.trainer.folder import agree_on_errors
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -57,7 +57,7 @@ def assemble(
     compiled, reproducible = config.model.compile, config.run.reproducible
     shared = config.parallel.share_node
     require_compatible(Combination(config.parallel, mesh.sizes, compiled, reproducible, one_copy=shared))
-    cut = tried_out(config, mesh, task, data) if mesh.stages.size > 1 else config.parallel.cut
+    cut = resolve_cut(config, mesh, task, data) if mesh.stages.size > 1 else config.parallel.cut
     module = SyncBatchNorm.convert(task.module, mesh.replicas)
     parameters = sum(p.numel() for p in module.parameters())
     whole = ModelPart(module, config.parallel, lambda: _criterion(task), cut, device, config.train.recompute)
@@ -77,7 +77,7 @@ def assemble(
     return engine, parameters
 
 
-def tried_out(config: Config, mesh: Mesh, task: Task, data: Dataset) -> Cut:
+def resolve_cut(config: Config, mesh: Mesh, task: Task, data: Dataset) -> Cut:
     """Return parallel.cut, or if it is "time", the measured cost of each block. Collective.
 
     Rank 0 measures alone and cannot compute divided layers, so call this before the model is divided.
@@ -99,7 +99,7 @@ def tried_out(config: Config, mesh: Mesh, task: Task, data: Dataset) -> Cut:
     precision = config.train.precision
     samples = np.arange(min(microbatch_size(config, mesh), len(data)))
 
-    def found() -> list[float]:
+    def measure() -> list[float]:
         x, y = map(torch.from_numpy, data.read(samples))
         if parallel.slices > 1:
             check_slices(blocks, x, y, parallel.slices)
@@ -108,7 +108,7 @@ def tried_out(config: Config, mesh: Mesh, task: Task, data: Dataset) -> Cut:
         with torch.autocast("cpu", DTYPES[precision]) if precision != "fp32" else nullcontext():
             return time_costs(blocks, x)
 
-    return mesh.world.on_root(found) or parallel.cut
+    return mesh.world.on_root(measure) or parallel.cut
 
 
 def _criterion(task: Task) -> Callable[[Any, Any], torch.Tensor]:
@@ -139,7 +139,7 @@ def compile_blocks(blocks: Sequence[nn.Module], engine: Engine, world: Communica
     require_compatible(
         Combination(parallel, compiled=True, has_blocks=has_blocks, gathers=gathers, synchronous=synchronous)
     )
-    together(world, lambda: require_compiler(engine.device))
+    agree_on_errors(world, lambda: require_compiler(engine.device))
     import torch._inductor.config as inductor
 
     inductor.fallback_random = True  # dropout draws the same numbers as without the compiler
@@ -168,6 +168,6 @@ def require_compiler(device: torch.device) -> None:
         get_cpp_compiler()
     except Exception as error:  # PyTorch does not document the types of this error
         raise InputError(
-            f"model.compile needs a C++ compiler on the CPU, and PyTorch finds none ({type(error).__name__}); load one "
-            "(g++ or clang, or name it in CXX), or set model.compile to false"
+            f"model.compile needs a C++ compiler on the CPU, and PyTorch finds none ({type(error).__name__}); "
+            "install or load g++ or clang, set CXX to another compiler, or set model.compile to false"
         ) from error

@@ -28,9 +28,9 @@ from mpitrain.models.losses import WeightedCrossEntropy, cross_entropy
 from mpitrain.models.task import Task
 from mpitrain.pipe.schedule import default_microbatches
 from mpitrain.shard.virtual_workers import VirtualWorkers
-from mpitrain.trainer.folder import together
+from mpitrain.trainer.folder import agree_on_errors
 
-_AT_ONCE = 1024  # samples read at a time to count classes
+_CHUNK = 1024  # samples read at a time to count classes
 
 
 @dataclass(frozen=True)
@@ -65,21 +65,21 @@ def open_data(config: Config, world: Communicator) -> tuple[Dataset, Dataset | N
         InputError: On all ranks, if any rank cannot read a data set, or if it is too small for a batch.
     """
     paths, stage = data_paths(config), config.data.stage
-    together(world, lambda: [resolve(path) for path in paths] if world.local_rank == 0 else None)
+    agree_on_errors(world, lambda: [resolve(path) for path in paths] if world.local_rank == 0 else None)
     for path in paths if stage else []:
         stage_on_nodes(world, path, Path(stage))
 
     def find(path: str) -> Path:
         return staged_folder(resolve(path), Path(stage)) if stage else resolve(path)
 
-    def opened() -> tuple[Dataset, Dataset | None]:
+    def open_both() -> tuple[Dataset, Dataset | None]:
         data, held_out = open_split(config, TRAIN, find), open_split(config, HELD_OUT, find)
         assert data is not None
         check_data(config, data)
         augment_of(config).check(data.description)
         return data, held_out
 
-    return together(world, opened)
+    return agree_on_errors(world, open_both)
 
 
 def batches(
@@ -227,8 +227,8 @@ def counts_of(config: Config, task: Task, description: Description) -> Counts | 
     loss, y = task.loss, torch.empty(0, dtype=torch.from_numpy(np.empty(0, description.y_dtype)).dtype)
     if description.masked and config.parallel.slices > 1 and counts_samples(loss):
         raise refusal(
-            f"parallel.slices {config.parallel.slices} cannot weigh targets that are not trained on, which differ from "
-            "slice to slice, and these data have such; set parallel.slices to 1"
+            f"parallel.slices {config.parallel.slices} does not support data with masked targets, because their number "
+            "differs between slices; set parallel.slices to 1"
         )
     unmasked = description.classes or (description.kind == "tokens" and not description.masked)  # no target is masked
     weighted = isinstance(getattr(criterion_of(loss), "weight", None), torch.Tensor)
@@ -259,18 +259,18 @@ def class_weights(config: Config, task: Task, data: Dataset, world: Communicator
         return None
     if config.parallel.mode != "sync":
         raise refusal(
-            f"train.class_weights is for parallel.mode sync, where all ranks know a step's targets, and the mode is "
-            f"{config.parallel.mode}; set parallel.mode to sync, or leave it out"
+            f"train.class_weights needs parallel.mode sync, in which all ranks know a step's targets, but the mode is "
+            f"{config.parallel.mode}; set parallel.mode to sync, or remove train.class_weights"
         )
     if not classes or getattr(task.module, "criterion", None) is not cross_entropy:
         raise refusal(
-            "train.class_weights is for models of mpitrain or Hugging Face on data with classes; give the loss of "
-            "your model the weights itself, or leave it out"
+            "train.class_weights supports only models of mpitrain or Hugging Face on data with classes; use the "
+            "weights in the loss of your model, or remove train.class_weights"
         )
     if setting != "balanced" and len(setting) != len(classes):
         raise refusal(
-            f"train.class_weights has {len(setting)} weights, and the data have {len(classes)} classes "
-            f"({', '.join(classes[:4])}{', ...' if len(classes) > 4 else ''}); give one for each"
+            f"train.class_weights has {len(setting)} weights, but the data have {len(classes)} classes "
+            f"({', '.join(classes[:4])}{', ...' if len(classes) > 4 else ''}); give one weight for each class"
         )
     weights = _balanced(data, world) if setting == "balanced" else torch.tensor(setting, dtype=torch.float32)
     task.module.criterion = criterion = WeightedCrossEntropy(weights)  # type: ignore[assignment]
@@ -281,13 +281,13 @@ def _balanced(data: Dataset, world: Communicator) -> torch.Tensor:
     """Return weights that give each class of the training samples equal influence, as in scikit-learn. Collective."""
     classes, samples = len(data.description.classes or ()), len(data)
 
-    def counted() -> torch.Tensor:
+    def count_classes() -> torch.Tensor:
         local_counts = np.zeros(classes, dtype=np.int64)
-        for first in range(world.rank * _AT_ONCE, samples, world.size * _AT_ONCE):
-            _, y = data.read(np.arange(first, min(first + _AT_ONCE, samples)))
+        for first in range(world.rank * _CHUNK, samples, world.size * _CHUNK):
+            _, y = data.read(np.arange(first, min(first + _CHUNK, samples)))
             local_counts += np.bincount(y.reshape(-1), minlength=classes)
         return torch.from_numpy(local_counts)
 
-    counts = together(world, counted)
+    counts = agree_on_errors(world, count_classes)
     world.all_reduce(counts)
     return (counts.sum() / (classes * counts.clamp(min=1))).float()

@@ -18,14 +18,14 @@ from mpitrain.comm.memory import device
 from mpitrain.data.on_device import mapped
 from mpitrain.errors import InputError, MpitrainError, refusal
 from mpitrain.storage.text import short
-from mpitrain.trainer.folder import together
+from mpitrain.trainer.folder import agree_on_errors
 
 
 class DeviceFull(MpitrainError):
     """Error of a device whose free memory is too small."""
 
 
-def choose(kind: str, world: Communicator) -> tuple[torch.device, str]:
+def choose_device(kind: str, world: Communicator) -> tuple[torch.device, str]:
     """Choose this rank's device, and make it the current one of its kind. Collective.
 
     Args:
@@ -41,13 +41,13 @@ def choose(kind: str, world: Communicator) -> tuple[torch.device, str]:
     """
     host = socket.gethostname()
 
-    def found() -> torch.device:
+    def find_device() -> torch.device:
         try:
             return device.of_rank(kind, world.local_rank)
         except InputError as error:
             raise InputError(f"run.device on host {host}: {error}; choose another run.device, or auto") from None
 
-    chosen = together(world, found)
+    chosen = agree_on_errors(world, find_device)
     device.use(chosen)
     devices = world.all_gather_object([chosen.type, host, world.node, device.identity(chosen), device.name(chosen)])
     hosts: dict[str, list[str]] = {}
@@ -58,11 +58,11 @@ def choose(kind: str, world: Communicator) -> tuple[torch.device, str]:
         for device_type, where in sorted((device_type, sorted(set(where))) for device_type, where in hosts.items()):
             more = f" and {len(where) - 3} more" if len(where) > 3 else ""
             shown.append(f"{device_type} on host {', '.join(where[:3])}{more}")
-        raise refusal(f"run.device {kind} finds {', '.join(shown)}; set run.device to one kind that all hosts have")
-    return chosen, _text(chosen, [tuple(each) for _, _, *each in devices])
+        raise refusal(f"run.device {kind} found {', '.join(shown)}; set run.device to a kind that all hosts have")
+    return chosen, _describe(chosen, [tuple(each) for _, _, *each in devices])
 
 
-def _text(chosen: torch.device, ranks: list[tuple[Any, ...]]) -> str:
+def _describe(chosen: torch.device, ranks: list[tuple[Any, ...]]) -> str:
     """Describe the devices of all ranks. ranks: node, device identity and device name of each rank."""
     if not device.is_accelerator(chosen):
         return device.name(chosen)
@@ -78,7 +78,7 @@ def _text(chosen: torch.device, ranks: list[tuple[Any, ...]]) -> str:
 # -- model and batches on the device
 
 
-def found_on(module: nn.Module, kind: str, world: Communicator) -> torch.device:
+def device_of_module(module: nn.Module, kind: str, world: Communicator) -> torch.device:
     """Return the device on which a user's module computes: its own, or one of the kind `kind`. Collective.
 
     Args:
@@ -92,17 +92,17 @@ def found_on(module: nn.Module, kind: str, world: Communicator) -> torch.device:
     """
     devices = {t.device for t in (*module.parameters(), *module.buffers())} or {device.CPU}
     if len(devices) > 1:
-        raise refusal(f"the model is on {' and '.join(sorted(map(str, devices)))}; move it to one device")
+        raise refusal(f"the model is on several devices: {', '.join(sorted(map(str, devices)))}; move it to one device")
     (on,) = devices
     if kind not in ("auto", on.type):
         if device.is_accelerator(on):
-            raise refusal(f"run.device is {kind}, and the model is on {on}; move it, or leave run.device out")
-        on, _ = choose(kind, world)
+            raise refusal(f"run.device is {kind}, but the model is on {on}; move the model, or remove run.device")
+        on, _ = choose_device(kind, world)
     device.use(on)
     return on
 
 
-def moved(value: Any, to: torch.device) -> Any:
+def to_device(value: Any, target: torch.device) -> Any:
     """Return a batch whose tensors are on the device. Tensors that are on an accelerator already are not copied.
 
     The host waits at most for copies, not for computation on the device. After the return, the caller may change the
@@ -110,14 +110,14 @@ def moved(value: Any, to: torch.device) -> Any:
 
     Args:
         value: A tensor, or nested tuples, lists and mappings of tensors.
-        to: The device.
+        target: The device.
     """
-    if not device.is_accelerator(to):
+    if not device.is_accelerator(target):
         return value
-    return mapped(lambda t: t if device.is_accelerator(t.device) else _copied(t, to), value)
+    return mapped(lambda t: t if device.is_accelerator(t.device) else _copy_to(t, target), value)
 
 
-def _copied(tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
+def _copy_to(tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
     if not tensor.is_pinned():  # then the driver has read the tensor before the call returns
         return tensor.to(to, non_blocking=True)
     copy_stream, compute_stream = device.new_stream(to), device.current_stream(to)
@@ -143,15 +143,16 @@ def set_threads(world: Communicator, reproducible: bool) -> None:
 
 
 @contextmanager
-def full_told(on: torch.device) -> Iterator[None]:
+def explain_out_of_memory(on: torch.device) -> Iterator[None]:
     """Convert an out-of-memory error of the block into a DeviceFull that says which settings to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         match = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
-        more = f"{match[1]} more" if match else "what was asked"
+        allocation = f"the allocation of {match[1]}" if match else "an allocation"
         taken, total = short(device.memory_bytes(on)), short(device.total_memory_bytes(on))
         raise DeviceFull(
-            f"device {on} ({device.name(on)}) has no room for {more}: its rank's tensors take {taken}B of {total}B; "
-            "use a smaller train.microbatch, train.recompute, parallel.zero, parallel.offload host, or more ranks"
+            f"device {on} ({device.name(on)}) is out of memory: {allocation} failed, and this rank's tensors take "
+            f"{taken}B of {total}B; use a smaller train.microbatch, set train.recompute, parallel.zero or "
+            "parallel.offload host, or use more ranks"
         ) from error

@@ -45,13 +45,13 @@ from mpitrain.storage.hdf5 import crc32
 from mpitrain.storage.text import counted
 from mpitrain.trainer.data import microbatch_on
 from mpitrain.trainer.engine import Engine
-from mpitrain.trainer.folder import together
+from mpitrain.trainer.folder import agree_on_errors
 from mpitrain.trainer.recording.records import Records
 from mpitrain.trainer.run import Callback, Restored, Run, Step
-from mpitrain.trainer.state import merged
+from mpitrain.trainer.state import merge_states
 
 _COPIES = 31_000  # tag of copies
-_KEPT = 2  # sets of copies
+_SETS = 2  # sets of copies
 
 
 class Key(NamedTuple):
@@ -85,7 +85,7 @@ class PeerCopy:
         self.contents = json.dumps(listed)
 
 
-class Alone(NamedTuple):
+class FullCopy(NamedTuple):
     """Copy of the whole state of a rank, which at stage 0 is equal on all ranks of its column of the mesh.
 
     columns: number of columns; a rank's column is its number modulo this. crc: CRC-32 of the copy, equal in a column.
@@ -100,11 +100,11 @@ class Copies:
     """Copies of this rank's own state and of another rank's. losses: number of losses of ranks so far."""
 
     def __init__(self) -> None:
-        self._own = [PeerCopy() for _ in range(_KEPT)]
-        self._kept = [PeerCopy() for _ in range(_KEPT)]
-        self._snapshots = [Snapshot() for _ in range(_KEPT)]
+        self._local_copies = [PeerCopy() for _ in range(_SETS)]
+        self._peer_copies = [PeerCopy() for _ in range(_SETS)]
+        self._snapshots = [Snapshot() for _ in range(_SETS)]
         self._next = 0
-        self._alone: Alone | None = None
+        self._full_copy: FullCopy | None = None
         self._world: Communicator | None = None  # world whose ranks know each other's contents
         self.losses = 0
 
@@ -114,19 +114,19 @@ class Copies:
         Between two calls, all ranks must take part in some other collective operation.
         """
         parts, engine_values = engine.parts()
-        slot, self._next = self._next, (self._next + 1) % _KEPT
-        own_copy, peer_copy = self._own[slot], self._kept[slot]
-        if self._own[slot - 1].key is not None:  # the previous set is complete by now
-            self._alone = None
-        own_copy.key = peer_copy.key = None
-        own_copy.fill(self._snapshots[slot], parts, values | engine_values, world.rank)
+        slot, self._next = self._next, (self._next + 1) % _SETS
+        local_copy, peer_copy = self._local_copies[slot], self._peer_copies[slot]
+        if self._local_copies[slot - 1].key is not None:  # the previous set is complete by now
+            self._full_copy = None
+        local_copy.key = peer_copy.key = None
+        local_copy.fill(self._snapshots[slot], parts, values | engine_values, world.rank)
         key = Key(step, world.size, self.losses)
         if world.size > 1:
-            self._exchange(world, own_copy, peer_copy, slot)
+            self._exchange(world, local_copy, peer_copy, slot)
             peer_copy.key = key
-        own_copy.key = key
+        local_copy.key = key
 
-    def take_alone(self, engine: Engine, key: Key, values: dict[str, Any], rank: int, columns: int) -> None:
+    def take_full(self, engine: Engine, key: Key, values: dict[str, Any], rank: int, columns: int) -> None:
         """Copy the whole state of this rank, at stage 0, after ranks died together with their partners.
 
         key: set that the copy may replace. rank: this rank's number in the engine's world. columns: of the mesh.
@@ -135,26 +135,26 @@ class Copies:
         parts, engine_values = engine.parts(alone=True)
         copy.fill(Snapshot(), parts, values | engine_values, rank)
         copy.key = key
-        self._alone = Alone(copy, columns, crc32(copy.memory.numpy()))
+        self._full_copy = FullCopy(copy, columns, crc32(copy.memory.numpy()))
 
-    def _exchange(self, world: Communicator, own: PeerCopy, kept: PeerCopy, slot: int) -> None:
+    def _exchange(self, world: Communicator, local: PeerCopy, peer: PeerCopy, slot: int) -> None:
         """Send this rank's copy to its partner, and receive the copy of the rank whose partner this one is."""
         to = ulfm.partners(world.nodes)
         dest, source = to[world.rank], to.index(world.rank)
-        previous_contents = self._own[slot - 1].contents if self._world is world else ""
-        news = own.contents if own.contents != previous_contents else ""
+        previous_contents = self._local_copies[slot - 1].contents if self._world is world else ""
+        news = local.contents if local.contents != previous_contents else ""
         text = torch.from_numpy(np.frombuffer(news.encode(), dtype=np.uint8).copy())
-        sizes = torch.tensor([own.memory.numel(), text.numel()])
+        sizes = torch.tensor([local.memory.numel(), text.numel()])
         theirs = torch.empty_like(sizes)
-        _swap(world, sizes, dest, theirs, source)
+        _send_receive(world, sizes, dest, theirs, source)
         nbytes, length = int(theirs[0]), int(theirs[1])
         their_text = torch.empty(length, dtype=torch.uint8)
-        _swap(world, text, dest, their_text, source)
-        kept.contents = bytes(their_text.numpy()).decode() if length else self._kept[slot - 1].contents
-        if kept.memory.numel() != nbytes:
-            kept.memory = torch.empty(nbytes, dtype=torch.uint8)
-        _swap(world, own.memory, dest, kept.memory, source)
-        kept.owner = source
+        _send_receive(world, text, dest, their_text, source)
+        peer.contents = bytes(their_text.numpy()).decode() if length else self._peer_copies[slot - 1].contents
+        if peer.memory.numel() != nbytes:
+            peer.memory = torch.empty(nbytes, dtype=torch.uint8)
+        _send_receive(world, local.memory, dest, peer.memory, source)
+        peer.owner = source
         self._world = world
 
     def restore(self, world: Communicator, engine: Engine | None) -> Manifest | None:
@@ -170,14 +170,14 @@ class Copies:
         if newest is None:
             return None
         key, files = newest
-        for slot in range(_KEPT):
-            if self._own[slot].key != key:
-                self._own[slot].key = self._kept[slot].key = None
+        for slot in range(_SETS):
+            if self._local_copies[slot].key != key:
+                self._local_copies[slot].key = self._peer_copies[slot].key = None
             else:
-                self._next = (slot + 1) % _KEPT
+                self._next = (slot + 1) % _SETS
         manifest, holders = self._manifest(world, key, files)
-        source = Path(f"the copy of step {key.step}")
-        blocks = together(world, lambda: plan(source, manifest, engine.parts_to_load(manifest)) if engine else [])
+        path = Path(f"the copy of step {key.step}")
+        blocks = agree_on_errors(world, lambda: plan(path, manifest, engine.parts_to_load(manifest)) if engine else [])
         fetch(world, blocks, {name: copy.memory for name, copy in files.items()}, holders)
         if engine is not None:
             engine.finish_load(manifest)
@@ -202,19 +202,19 @@ class Copies:
     def newest(self, world: Communicator) -> tuple[Key, dict[str, PeerCopy]] | None:
         """Return the key of the newest complete set, and this rank's copies in it by name. Collective.
 
-        Copies of `take_alone` are used only if no set is complete without them, and only if those of a column agree.
+        Copies of `take_full` are used only if no set is complete without them, and only if those of a column agree.
         """
-        mine = [copy for copy in (*self._own, *self._kept) if copy.key is not None]
-        alone = self._alone
+        mine = [copy for copy in (*self._local_copies, *self._peer_copies) if copy.key is not None]
+        alone = self._full_copy
         spare = None if alone is None else [alone.copy.key, alone.copy.owner, alone.columns, alone.crc]
         reports = world.all_gather_object([[[copy.key, copy.owner] for copy in mine], spare])
         copies = [(Key(*k), owner) for entry, _ in reports for k, owner in entry]
-        key = newest_whole(copies)
+        key = newest_complete(copies)
         if key is not None:
             return key, {str(copy.owner): copy for copy in reversed(mine) if copy.key == key}
         spares = [(Key(*entry[0]), int(entry[1]), int(entry[2]), int(entry[3])) for _, entry in reports if entry]
         more = [(k, other) for k, owner, columns, _ in spares for other in range(owner % columns, k.ranks, columns)]
-        key = newest_whole([*copies, *more])
+        key = newest_complete([*copies, *more])
         if key is None:
             return None
         columns = spares[0][2]
@@ -232,9 +232,9 @@ class Copies:
     ) -> tuple[Manifest, dict[str, int]]:
         """Return the manifest of a set, and for each copy the rank to read it from: this rank, if it has the copy."""
         contents_of_ranks = world.all_gather_object([[name, copy.contents] for name, copy in files.items()])
-        known = [copy.values for copy in (*self._own, *files.values()) if copy.key == key and copy.values]
+        known = [copy.values for copy in (*self._local_copies, *files.values()) if copy.key == key and copy.values]
         shared: list[dict[str, Any]] = [values for of_rank in world.all_gather_object(known[:1]) for values in of_rank]
-        values = (shared[0] if shared else {}) | {"optimizer": merged(stored["optimizer"] for stored in shared)}
+        values = (shared[0] if shared else {}) | {"optimizer": merge_states(stored["optimizer"] for stored in shared)}
         holders: dict[str, int] = {}
         tensors: dict[str, TensorSpec] = {}
         extents: list[Extent] = []
@@ -243,16 +243,16 @@ class Copies:
                 if name in holders:
                     continue
                 holders[name] = world.rank if name in files else rank
-                for spec, extent in _decoded(contents):
+                for spec, extent in _decode(contents):
                     tensors[spec.name] = spec
                     extents.append(Extent(extent.piece, name, extent.offset, ()))
         extents.sort(key=lambda extent: extent.file not in files)  # prefer copies of this rank
         return Manifest(key.step, tensors, {}, tuple(extents), values), holders
 
 
-def newest_whole(held: Sequence[tuple[Key, int]]) -> Key | None:
+def newest_complete(copies: Sequence[tuple[Key, int]]) -> Key | None:
     """Return the newest set for which each owner's copy is on some rank; for equal steps, the one made last."""
-    owners = Counter(key for key, _ in dict.fromkeys(held))
+    owners = Counter(key for key, _ in dict.fromkeys(copies))
     whole = [key for key, count in owners.items() if count == key.ranks]
     return max(whole, key=lambda key: (key.step, key.losses), default=None)
 
@@ -292,14 +292,14 @@ def fetch(
     wait_for_copies(blocks)
 
 
-def _swap(world: Communicator, x: torch.Tensor, dest: int, out: torch.Tensor, source: int) -> None:
+def _send_receive(world: Communicator, x: torch.Tensor, dest: int, out: torch.Tensor, source: int) -> None:
     receive = world.irecv(out, source, _COPIES)
     send = world.isend(x, dest, _COPIES)
     receive.wait()
     send.wait()
 
 
-def _decoded(contents: str) -> Iterator[tuple[TensorSpec, Extent]]:
+def _decode(contents: str) -> Iterator[tuple[TensorSpec, Extent]]:
     for shape, dtype, encoded in json.loads(contents):
         extent = decode_extent(encoded)
         yield TensorSpec(extent.piece.name, tuple(shape), dtype), extent
@@ -307,7 +307,7 @@ def _decoded(contents: str) -> Iterator[tuple[TensorSpec, Extent]]:
 
 def _parts(copy: PeerCopy) -> Iterator[Part]:
     """Yield the parts of a copy, as views of its memory."""
-    for spec, extent in _decoded(copy.contents):
+    for spec, extent in _decode(copy.contents):
         data = copy.memory[extent.offset : extent.offset + extent.piece.numel * spec.itemsize]
         yield Part(spec, extent.piece, data.view(DTYPES[spec.dtype]))
 
@@ -317,13 +317,13 @@ _PAUSE = 0.02  # seconds between two polls of a waiting rank
 _RESTORE, _SAVE, _END = range(3)  # messages to waiting ranks
 
 
-class TooFewLeft(MpitrainError):
+class TooFewRanks(MpitrainError):
     """Error if the remaining ranks cannot continue; the job must be restarted."""
 
     exit_code = EXIT_REQUEUE
 
 
-class Reached(NamedTuple):
+class LastState(NamedTuple):
     """State in the engine after a step's update. buffers: copies of the model's, which the next step changes."""
 
     engine: Engine
@@ -338,24 +338,24 @@ class Survivors(Callback):
     def __init__(self, trainer: Run) -> None:
         self._trainer, self.everyone = trainer, trainer.world
         self._copies = Copies()
-        self._reached: Reached | None = None
+        self._last_state: LastState | None = None
         self._store: Store | None = None
-        self.trains = True  # false if this rank waits
+        self.is_training = True  # false if this rank waits
         self._even = True  # true if each rank needs the same number of microbatches, or if that is unknown
-        self.missing = False  # true after ranks died, until the others have formed a new world
+        self.must_rebuild = False  # true after ranks died, until the others have formed a new world
         self.misfit = ""  # reason why the remaining ranks cannot train
-        self.fewer = False  # true after ranks were lost, until training continues
+        self.has_shrunk = False  # true after ranks were lost, until training continues
         self._lost: list[int] = []  # lost ranks, until the first step without them
         self._step = 0  # step from which training continues
         self._failed = 0.0  # time.monotonic() when the first of the lost ranks failed
-        self._at_most = False  # true if that time is only a lower bound
-        self._well = time.monotonic()  # last time at which all ranks were known to be alive
+        self._is_bound = False  # true if that time is only a lower bound
+        self._last_alive = time.monotonic()  # last time at which all ranks were known to be alive
 
     # -- during training
 
     def on_fit_start(self, trainer: Run) -> None:
         self.copy(trainer)
-        self._step, self.fewer = trainer.step, False
+        self._step, self.has_shrunk = trainer.step, False
 
     def copy(self, trainer: Run) -> None:
         """Copy the state at the end of a step. Collective over the training ranks."""
@@ -368,53 +368,53 @@ class Survivors(Callback):
         if engine.config.parallel.zero == 0:
             key = Key(trainer.step, trainer.world.size, self._copies.losses)
             buffers = [buffer.clone() for buffer in engine.module.buffers()]
-            self._reached = Reached(engine, key, trainer.state(), buffers)
+            self._last_state = LastState(engine, key, trainer.state(), buffers)
 
     def on_step_end(self, trainer: Run, step: Step) -> None:
         """Report the recovery time after the first step without the lost ranks."""
-        self._well = step.met
+        self._last_alive = step.met
         if not self._lost:
             return
-        seconds = self._well - self._failed
+        seconds = self._last_alive - self._failed
         if trainer.world.rank == 0:
             which = "rank" if len(self._lost) == 1 else "ranks"
             waiting = self.everyone.size - trainer.world.size
             print_error(
-                f"mpitrain: {which} {', '.join(map(str, sorted(self._lost)))} died; going on from step {self._step} "
+                f"mpitrain: {which} {', '.join(map(str, sorted(self._lost)))} died; continuing from step {self._step} "
                 f"with {counted(trainer.world.size, 'rank')}{f' ({waiting} waiting)' if waiting else ''}, "
-                f"step {self._step + 1} done {'at most ' if self._at_most else ''}{seconds:.1f} s after the fault"
+                f"step {self._step + 1} done {'at most ' if self._is_bound else ''}{seconds:.1f} s after the failure"
             )
         step.lost, self._lost = tuple(sorted(self._lost)), []
         step.extras["recovered_s"] = seconds
 
     # -- after ranks died
 
-    def close_ranks(self) -> None:
+    def rebuild_world(self) -> None:
         """Form the world of the remaining ranks, and choose which of them train. Collective over them."""
         near = count_near(axes_of(self._trainer.config.parallel))
-        self._leave_out_the_dead(lambda nodes: whole_groups_first(nodes, near))
-        self._take_stock()
+        self._shrink_world(lambda nodes: whole_groups_first(nodes, near))
+        self._copy_last_state()
         self._trainer.let_go()
-        self._begin_anew()
-        self._divide()
+        self._reset_settings()
+        self._choose_ranks()
 
-    def _leave_out_the_dead(self, order: Callable[[Sequence[int]], Sequence[int]] | None) -> None:
+    def _shrink_world(self, order: Callable[[Sequence[int]], Sequence[int]] | None) -> None:
         """Form the world of the remaining ranks, with their nodes in the order of `order`. Collective over them."""
         trainer = self._trainer
         self.everyone, loss = ulfm.shrink(self.everyone, order)
         self._copies.losses += 1
-        self.missing, self.fewer, self.misfit = False, True, ""
+        self.must_rebuild, self.has_shrunk, self.misfit = False, True, ""
         self._lost += loss.lost
         left = f"{self.everyone.size} of {self.everyone.size + len(loss.lost)} ranks are left"
         trainer.folder.log.info("lost %s; %s, this one is rank %d", list(loss.lost), left, self.everyone.rank)
         if not loss.is_main_part:
-            raise TooFewLeft(
-                f"{left}, cut off from ranks {', '.join(map(str, loss.partitioned))}, which may go on; start the job "
-                "again when their nodes are back",
+            raise TooFewRanks(
+                f"{left}, without a connection to ranks {', '.join(map(str, loss.partitioned))}, which may still run; "
+                "start the job again when their nodes can be reached",
                 agreed=True,
             )
-        well = time.monotonic() - self._well if self.trains else 0.0
-        ago, self._at_most = ulfm.seconds_since_failure(self.everyone, self._lost, well)
+        well = time.monotonic() - self._last_alive if self.is_training else 0.0
+        ago, self._is_bound = ulfm.seconds_since_failure(self.everyone, self._lost, well)
         self._failed = time.monotonic() - ago
         if self._store is not None:
             self._store.abandon()
@@ -422,18 +422,18 @@ class Survivors(Callback):
         reports = self.everyone.all_gather_object([trainer.saved, self._even])
         trainer.saved, self._even = any(saved for saved, _ in reports), any(even for _, even in reports)
 
-    def _take_stock(self) -> None:
+    def _copy_last_state(self) -> None:
         """Copy the state in the engines if no set of copies is complete. Collective over the remaining ranks."""
-        reached, self._reached = self._reached, None
-        if self._copies.newest(self.everyone) is not None or reached is None or not reached.engine.settled:
+        last, self._last_state = self._last_state, None
+        if self._copies.newest(self.everyone) is not None or last is None or not last.engine.settled:
             return
         with torch.no_grad():
-            for buffer, saved in zip(reached.engine.module.buffers(), reached.buffers, strict=True):
+            for buffer, saved in zip(last.engine.module.buffers(), last.buffers, strict=True):
                 buffer.copy_(saved)
         columns = self._trainer.config.parallel.ranks_per_data
-        self._copies.take_alone(reached.engine, reached.key, reached.values, self._trainer.world.rank, columns)
+        self._copies.take_full(last.engine, last.key, last.values, self._trainer.world.rank, columns)
 
-    def _begin_anew(self) -> None:
+    def _reset_settings(self) -> None:
         """Change the settings for the remaining ranks."""
         trainer, config = self._trainer, self._trainer.config
         parallel, resume = config.parallel, config.checkpoint.resume
@@ -446,20 +446,20 @@ class Survivors(Callback):
             }
         )
 
-    def _divide(self) -> None:
+    def _choose_ranks(self) -> None:
         """Choose which of the remaining ranks train."""
         trainer, size = self._trainer, self.everyone.size
         parallel = trainer.config.parallel
         ranks = data_ranks(trainer.config, size, even=self._even) * parallel.ranks_per_data
-        trainer.world, self.trains = self.everyone, True
+        trainer.world, self.is_training = self.everyone, True
         if ranks == 0:
             sizes = [f"parallel.{axis.name} {ranks}" for axis, ranks in axes_of(parallel) if ranks not in (1, "auto")]
             self.misfit = f"too few for {' x '.join(sizes)}"
         elif ranks < size:
-            self.trains = self.everyone.rank < ranks
-            team = self.everyone.split(0 if self.trains else None, self.everyone.rank, label="training")
+            self.is_training = self.everyone.rank < ranks
+            team = self.everyone.split(0 if self.is_training else None, self.everyone.rank, label="training")
             trainer.world = team or self.everyone
-        if self.trains:
+        if self.is_training:
             trainer.folder.move_to(trainer.world)
         else:
             trainer.folder.log.info("waiting: %d of %d ranks train", ranks, size)
@@ -468,7 +468,7 @@ class Survivors(Callback):
     def restore(self, trainer: Run) -> Restored | None:
         """Load the copies into the engine; return None if no set is complete."""
         self._store = trainer.store
-        self._tell(_RESTORE)
+        self._request(_RESTORE)
         manifest = self._copies.restore(self.everyone, trainer.engine)
         return None if manifest is None else Restored(manifest.step, manifest.values)
 
@@ -481,43 +481,43 @@ class Survivors(Callback):
             message = self.everyone.irecv(request, 0, _TAG)
             while not message.done():
                 if ulfm.has_failure(self.everyone):
-                    raise CommunicationError("ranks died while this one waited for those that train")
+                    raise CommunicationError("ranks died while this rank waited for the training ranks")
                 time.sleep(_PAUSE)
             what, code = request.tolist()
             if what == _END:
                 return int(code)
             if what == _RESTORE:
                 self._copies.restore(self.everyone, None)
-                self.fewer, self._lost = False, []
+                self.has_shrunk, self._lost = False, []
             else:
                 self._save()
 
-    def _tell(self, what: int, code: int = 0) -> None:
+    def _request(self, what: int, code: int = 0) -> None:
         world = self._trainer.world
         if world.rank == 0:
             for rank in range(world.size, self.everyone.size):
                 self.everyone.send(torch.tensor([what, code]), rank, _TAG)
 
-    def dismiss(self, code: int) -> None:
+    def end_waiting(self, code: int) -> None:
         """End the waiting ranks with an exit code."""
         with suppress(Exception):  # a waiting rank that died does not matter any more
-            self._tell(_END, code)
+            self._request(_END, code)
 
     # -- if no layout fits
 
-    def too_few(self) -> TooFewLeft:
+    def save_for_restart(self) -> TooFewRanks:
         """Write the newest set as a checkpoint, and return the error to raise. Collective over the training ranks."""
-        self._tell(_SAVE)
+        self._request(_SAVE)
         saved = self._save()
         size = self.everyone.size
-        left = "1 rank is left, which does" if size == 1 else f"{size} ranks are left, which do"
-        return TooFewLeft(f"{left} not fit: {self.misfit}; {saved}; start the job again", agreed=True)
+        left = f"{counted(size, 'rank')} {'is' if size == 1 else 'are'} left"
+        return TooFewRanks(f"{left}, which cannot train: {self.misfit}; {saved}; start the job again", agreed=True)
 
     def _save(self) -> str:
         """Write the newest set as a checkpoint, and return a description of the outcome. Collective over `everyone`."""
         newest = self._copies.parts(self.everyone)
         if newest is None:
-            return "no whole copy is left, so that a restart goes back to the last checkpoint"
+            return "no complete copy of the state is left, so a restart continues from the last checkpoint"
         step, parts, values = newest
         try:
             with self._trainer.open_store(self.everyone) as store:
@@ -528,7 +528,7 @@ class Survivors(Callback):
             if not error.agreed:
                 raise
             return f"step {step} could not be saved ({error})"
-        return f"step {step} is saved"
+        return f"step {step} was saved"
 
 
 def data_ranks(config: Config, ranks: int, *, even: bool) -> int:
@@ -548,7 +548,7 @@ def data_ranks(config: Config, ranks: int, *, even: bool) -> int:
     return 0
 
 
-class CopyOften(Callback):
+class PeriodicCopies(Callback):
     """Callback that copies the state every elastic.copy_every steps, after the step is recorded."""
 
     def __init__(self, survivors: Survivors) -> None:
@@ -564,37 +564,37 @@ def fit(trainer: Run) -> int:
 
     Raises:
         InputError: If the MPI library cannot continue after ranks die.
-        TooFewLeft: If the remaining ranks do not fit the layout, after the newest set of copies was saved.
+        TooFewRanks: If the remaining ranks do not fit the layout, after the newest set of copies was saved.
     """
     trainer.world = trainer.folder.world = ulfm.begin(trainer.world)
     survivors = trainer.strategy.survivors(trainer)
     assert isinstance(survivors, Survivors)
     at = next(at for at, one in enumerate(trainer.callbacks) if isinstance(one, Records))
     trainer.callbacks.insert(at, survivors)  # before the records, which write what it adds to a step
-    trainer.callbacks.insert(at + 2, CopyOften(survivors))  # after the records, so that a copied step is recorded
+    trainer.callbacks.insert(at + 2, PeriodicCopies(survivors))  # after the records, so that a copied step is recorded
     with trainer.working():
-        return _keep_training(trainer, survivors)
+        return _train_with_recovery(trainer, survivors)
 
 
-def _keep_training(trainer: Run, survivors: Survivors) -> int:
+def _train_with_recovery(trainer: Run, survivors: Survivors) -> int:
     while True:
         try:
-            if survivors.missing:
-                survivors.close_ranks()
+            if survivors.must_rebuild:
+                survivors.rebuild_world()
             if survivors.misfit:
-                raise survivors.too_few()
-            if not survivors.trains:
+                raise survivors.save_for_restart()
+            if not survivors.is_training:
                 return survivors.wait()
             code = trainer.train()
-            survivors.dismiss(code)
+            survivors.end_waiting(code)
             return code
         except Exception as error:
             if ulfm.ranks_died(survivors.everyone, error):
-                survivors.missing = True
+                survivors.must_rebuild = True
                 trainer.folder.log.info("ranks died: %s", error)
-            elif survivors.fewer and isinstance(error, InputError) and error.agreed:
+            elif survivors.has_shrunk and isinstance(error, InputError) and error.agreed:
                 survivors.misfit = str(error)
             else:
                 if isinstance(error, MpitrainError) and error.agreed:
-                    survivors.dismiss(exit_code(error))
+                    survivors.end_waiting(exit_code(error))
                 raise

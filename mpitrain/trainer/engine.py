@@ -33,13 +33,13 @@ from mpitrain.shard.flat_parameters import refuse_unless_elementwise
 from mpitrain.shard.sharding import Sharding
 from mpitrain.shard.update import Updater, set_rate
 from mpitrain.shard.virtual_workers import TreeSum
-from mpitrain.trainer.memory import ActivationMeter, MemoryAccount, PipelineMeter, counting, measure
+from mpitrain.trainer.memory import ActivationMeter, MemoryAccount, PipelineMeter, make_step_wrapper, measure
 from mpitrain.trainer.optimizing import state_bytes
-from mpitrain.trainer.state import EngineState, merged
+from mpitrain.trainer.state import EngineState, merge_states
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Microbatch = tuple[Any, Any]
-Seen = Callable[[Any, Any], None]  # called with an output and its targets
+OnOutput = Callable[[Any, Any], None]  # called with an output and its targets
 
 
 @dataclass
@@ -191,8 +191,8 @@ class Engine:
         self.term_sums = torch.zeros(0, len(self.terms.names), dtype=torch.float64)
         if self.terms.names and config.parallel.sequence:
             raise refusal(
-                f"parallel.sequence gives ranks parts of activations, by one of which the model adds "
-                f"{self.terms.names[0]!r} to the loss; set it to false"
+                f"parallel.sequence gives each rank only a part of the activations, but the model adds the loss term "
+                f"{self.terms.names[0]!r}, which needs all of them; set parallel.sequence to false"
             )
         self._meter: ActivationMeter | PipelineMeter = ActivationMeter(module)
         self.metering = True
@@ -200,7 +200,7 @@ class Engine:
         self.clock = StepClock(lambda: journal.waited, self.device)
         if self.pipeline is not None:
             self._meter = PipelineMeter(module)
-            self.pipeline.watched = counting(self.clock, self._meter)
+            self.pipeline.watched = make_step_wrapper(self.clock, self._meter)
         self._example: Any = None  # a microbatch for passes in which only other ranks have samples
 
     def _place(self, division: Division) -> Sharding:
@@ -220,14 +220,14 @@ class Engine:
         with self.clock.forward:
             return self._loss_of(x, y, empty=empty)
 
-    def _loss_of(self, x: Any, y: Any, seen: Seen | None = None, *, empty: bool = False) -> torch.Tensor:
+    def _loss_of(self, x: Any, y: Any, on_output: OnOutput | None = None, *, empty: bool = False) -> torch.Tensor:
         if self.sharding.parameters.gathers:
             self._example = (x, y)
 
         def loss(x: Any) -> torch.Tensor:
             output = self.module(x)
-            if seen is not None:
-                seen(output, y)
+            if on_output is not None:
+                on_output(output, y)
             return nothing(output) if empty else self.loss(output, y)
 
         return self.compute(loss, x)
@@ -382,12 +382,12 @@ class Engine:
                 set_rate(self.optimizer, lr)
             squares = self._updater.squares()
             fetched = device.start_copy_to_host(squares)
-            if unseen := self._updater.skips:
-                self._update_unseen(squares)
+            if on_device := self._updater.skips:
+                self._update_on_device(squares)
             squared_norm = float(fetched())
             norm = math.sqrt(squared_norm) / self.scale.value if math.isfinite(squared_norm) else math.nan
             finite = math.isfinite(norm)
-            if finite and not unseen:
+            if finite and not on_device:
                 self._update(norm)
             self.scale.update(overflowed=not finite)
         self.clock.settle()
@@ -402,7 +402,7 @@ class Engine:
         self._updater.apply(factor)
         self.settled = True
 
-    def _update_unseen(self, squares: torch.Tensor) -> None:
+    def _update_on_device(self, squares: torch.Tensor) -> None:
         """Clip and update on the device, before the host knows the norm.
 
         The device skips the update if the norm is not finite.
@@ -416,14 +416,14 @@ class Engine:
         self.settled = True
 
     @torch.no_grad()
-    def evaluate(self, x: Any = None, y: Any = None, seen: Seen | None = None) -> torch.Tensor:
+    def evaluate(self, x: Any = None, y: Any = None, on_output: OnOutput | None = None) -> torch.Tensor:
         """Return the loss of this rank's samples without training on them.
 
         Args:
             x: Inputs; None to take part in the forward passes of other ranks without samples.
             y: Targets.
-            seen: Called with each output and its targets on the rank that has the model's last block. The scores in the
-                output may be one tensor rank's part of them.
+            on_output: Called with each output and its targets on the rank that has the model's last block. The scores
+                in the output may be one tensor rank's part of them.
 
         Returns:
             A scalar on the device; meaningless if `x` is None.
@@ -434,11 +434,11 @@ class Engine:
             x, y = self._example
         if self.pipeline is not None:
             self.pipeline.counted = self.counted
-            return torch.tensor(self.compute(self.pipeline.evaluate, x, y, seen), dtype=torch.float64)
+            return torch.tensor(self.compute(self.pipeline.evaluate, x, y, on_output), dtype=torch.float64)
         was_training = self.module.training
         self.module.eval()
         try:
-            loss = self._loss_of(x, y, seen)
+            loss = self._loss_of(x, y, on_output)
         finally:
             self.module.train(was_training)
         if self.counted is None:
@@ -466,7 +466,7 @@ class Engine:
         """
         parts, values = self._state.parts(alone=alone)
         for axis in () if alone else self._axes:
-            values["optimizer"] = merged(axis.all_gather_object(values["optimizer"]))
+            values["optimizer"] = merge_states(axis.all_gather_object(values["optimizer"]))
         return parts, values | {"loss_scale": self.scale.state(), "precision": self.precision}
 
     def checkpoint_bytes(self) -> int:
@@ -478,7 +478,7 @@ class Engine:
         nbytes = sum(part.data.nbytes for part in parts)
         if any(self.optimizer.state.values()) or self.sharding.share is None:
             return nbytes
-        return nbytes + self._state.trained() * state_bytes(self.optimizer) // self._updating
+        return nbytes + self._state.trained_elements() * state_bytes(self.optimizer) // self._updating
 
     def parts_to_load(self, manifest: Manifest) -> list[Part]:
         """Return the parts that this rank reads from a checkpoint; `finish_load` then puts them in place."""
@@ -490,7 +490,7 @@ class Engine:
         if "loss_scale" in manifest.values:
             self.scale.load(manifest.values["loss_scale"])
         if groups := manifest.values.get("local"):
-            self.note = f"of the {groups['groups']} groups that saved it, the optimizer's state is that of the first"
+            self.note = f"{groups['groups']} groups saved this checkpoint; the optimizer's state is that of the first"
 
     # -- for people
 

@@ -28,7 +28,7 @@ from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG, EVENTS, LOGS, rank_
 
 RUNS = Path("runs")  # parent of run folders whose name is not given
 AGAIN = "MPITRAIN_AGAIN"  # command by which a script of jobs/ was called, if it started this process
-_DYING = 5.0  # seconds that the lock of a dead rank may remain
+_LOCK_TIMEOUT = 5.0  # seconds that the lock of a dead rank may remain
 T = TypeVar("T")
 
 
@@ -38,7 +38,7 @@ class Interrupted(MpitrainError):
     exit_code = EXIT_INTERRUPTED
 
 
-def together(world: Communicator, act: Callable[[], T]) -> T:
+def agree_on_errors(world: Communicator, act: Callable[[], T]) -> T:
     """Return `act()`, or raise on all ranks if it raises MpitrainError on any. Collective.
 
     Args:
@@ -63,7 +63,7 @@ class RunFolder:
         path: The folder; chosen by `make` if run.dir is not set.
         config: The settings, with this path.
         log: Log of this rank; set in the `with` block.
-        made: True if the folder exists and is locked.
+        is_locked: True if the folder exists and is locked.
         step: Steps done, for messages at the end.
     """
 
@@ -72,7 +72,7 @@ class RunFolder:
         self.config = config
         self.path = Path(config.run.dir)
         self.step = 0
-        self.made = False
+        self.is_locked = False
         self._unnamed = False  # true if this rank chose the folder's name
         self._lock: locks.Lock | None = None
 
@@ -91,10 +91,10 @@ class RunFolder:
     def make(self) -> None:
         """Make and lock the folder, choosing its name if none is given, and open the log. Collective."""
         self.path = Path(self.world.on_root(self._begin))
-        self.made = True
+        self.is_locked = True
         section = self.config.run.model_copy(update={"dir": str(self.path)})
         self.config = self.config.model_copy(update={"run": section})
-        self.log = together(self.world, lambda: open_rank_log(self.path, self.world.rank))
+        self.log = agree_on_errors(self.world, lambda: open_rank_log(self.path, self.world.rank))
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.release()
@@ -103,22 +103,22 @@ class RunFolder:
             self._remove()
         if isinstance(error, KeyboardInterrupt):
             self.log.info("interrupted at step %d", self.step)
-            if not self.made:
+            if not self.is_locked:
                 raise Interrupted("interrupted before training began") from None
-            raise Interrupted(f"interrupted at step {self.step}; go on with: {self.resume_command()}") from None
+            raise Interrupted(f"interrupted at step {self.step}; resume with: {self.resume_command()}") from None
         if error is not None:
             self.log.error("%s", "".join(traceback.format_exception(error)).rstrip())
         if isinstance(error, SystemExit):  # a plain exit would deadlock in MPI_Finalize: other ranks wait for this one
-            where = f"; {self.path}/logs says where" if self.made else ""
-            raise MpitrainError(f"left by sys.exit({error.code!r}) after step {self.step}{where}") from None
+            where = f"; see the traceback in {self.path}/logs" if self.is_locked else ""
+            raise MpitrainError(f"sys.exit({error.code!r}) was called after step {self.step}{where}") from None
 
     def move_to(self, world: Communicator) -> None:
         """Continue with the ranks that survived; the first of them takes over the lock. Collective."""
         self.world = world
         if world.rank:
             self.release()
-        if self.made:
-            world.on_root(self._inherit)
+        if self.is_locked:
+            world.on_root(self._take_over_lock)
 
     def release(self) -> None:
         """Release the lock, if this rank has it."""
@@ -132,13 +132,13 @@ class RunFolder:
             job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
             self.path = RUNS / (f"job-{job}" if job else datetime.now().strftime("%Y%m%d-%H%M%S"))
             name, number = self.path.name, 1
-            with self._usable():
+            with self._convert_errors():
                 RUNS.mkdir(exist_ok=True)
-                while not _made(self.path) and not job:  # a restarted job reuses its folder
+                while not _make_folder(self.path) and not job:  # a restarted job reuses its folder
                     number += 1
                     self.path = RUNS / f"{name}-{number}"
             self._unnamed = True
-        self._occupy()
+        self._make_and_lock()
         return str(self.path)
 
     def _remove(self) -> None:
@@ -149,14 +149,14 @@ class RunFolder:
             with suppress(OSError):
                 folder.rmdir()
 
-    def _occupy(self) -> None:
+    def _make_and_lock(self) -> None:
         """Make the folder and lock it."""
-        with self._usable():
+        with self._convert_errors():
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = locks.take(self.path / locks.LOCK)
 
     @contextmanager
-    def _usable(self) -> Iterator[None]:
+    def _convert_errors(self) -> Iterator[None]:
         """Raise InputError if the folder cannot be made, or another job uses it."""
         try:
             with reporting(f"run folder {self.path} cannot be used", "choose another run.dir"):
@@ -164,12 +164,12 @@ class RunFolder:
         except locks.LockHeld:
             raise InputError(f"run folder {self.path} is in use by another job; choose another run.dir") from None
 
-    def _inherit(self) -> None:
+    def _take_over_lock(self) -> None:
         """Take over the lock of a rank that died; it may take a moment until the lock is free."""
-        deadline = time.monotonic() + _DYING
+        deadline = time.monotonic() + _LOCK_TIMEOUT
         while self._lock is None:
             try:
-                self._occupy()
+                self._make_and_lock()
             except InputError:
                 if time.monotonic() > deadline:
                     raise
@@ -209,7 +209,7 @@ class RunFolder:
         return f"{launcher} python -m mpitrain.train {settings}"
 
 
-def _made(path: Path) -> bool:
+def _make_folder(path: Path) -> bool:
     """Make a folder; return False if the path exists already."""
     try:
         path.mkdir()

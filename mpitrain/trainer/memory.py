@@ -102,7 +102,7 @@ class ActivationMeter:
         self._begin()
 
     def _begin(self) -> None:
-        self._seen = {p.untyped_storage().data_ptr() for p in self._module.parameters()}
+        self._counted_storages = {p.untyped_storage().data_ptr() for p in self._module.parameters()}
         self.nbytes = 0
 
     @contextmanager
@@ -112,14 +112,14 @@ class ActivationMeter:
         parameters: the module's, as placed.
         """
         self._begin()
-        with parameters.watch_saved(self.add), saved_tensors_hooks(self.add, lambda kept: kept):
+        with parameters.watch_saved(self.add), saved_tensors_hooks(self.add, lambda saved: saved):
             yield
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a tensor that autograd keeps, and return it."""
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
+        if storage.data_ptr() not in self._counted_storages:
+            self._counted_storages.add(storage.data_ptr())
             self.nbytes += min(storage.nbytes(), tensor.nbytes)
         return tensor
 
@@ -139,7 +139,7 @@ class PipelineMeter:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._parameters: Parameters | None = None  # set while counting
-        self._kept: dict[tuple[int, int], int] = {}  # bytes by stage and microbatch
+        self._saved_bytes: dict[tuple[int, int], int] = {}  # bytes by stage and microbatch
         self.nbytes = 0
 
     @contextmanager
@@ -150,7 +150,7 @@ class PipelineMeter:
             yield
         finally:
             self._parameters = None
-            self._kept.clear()
+            self._saved_bytes.clear()
 
     def perform(self, step: Step, call: Callable[[], None]) -> None:
         """Execute a pipeline step, and count the bytes that it keeps or frees.
@@ -167,15 +167,15 @@ class PipelineMeter:
             meter = ActivationMeter(self._module)
             with meter.counting(self._parameters):
                 call()
-            self._kept[key] = meter.nbytes
-            self.nbytes = max(self.nbytes, sum(self._kept.values()))
+            self._saved_bytes[key] = meter.nbytes
+            self.nbytes = max(self.nbytes, sum(self._saved_bytes.values()))
         else:
             call()
             if not isinstance(step, BackwardInput):
-                del self._kept[key]
+                del self._saved_bytes[key]
 
 
-def counting(clock: StepClock, meter: PipelineMeter) -> Watched:
+def make_step_wrapper(clock: StepClock, meter: PipelineMeter) -> Watched:
     """Return a wrapper of a pipeline's steps that measures time and memory when gradients are computed.
 
     Args:

@@ -107,7 +107,7 @@ class UncorrectedAdamW(_Elementwise):
 
 
 _Kind = type[torch.optim.Optimizer]
-_SET_APART = ("params", "lr", "weight_decay")  # options with settings of their own
+_SEPARATE_OPTIONS = ("params", "lr", "weight_decay")  # options with settings of their own
 _OURS: dict[str, _Kind] = {kind.__name__.lower(): kind for kind in (Muon, Lion, Lamb, Lars, UncorrectedAdamW)}
 
 
@@ -166,8 +166,8 @@ def _refuse_unmatched(section: OptimSection, names: list[str]) -> None:
             if not any(fnmatchcase(name, pattern) for name in names):
                 near = difflib.get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.0)
                 raise refusal(
-                    f"optim.groups: match = {pattern!r} is the name of no parameter that is trained; there are "
-                    f"{', '.join(near)} and others; * stands for any letters"
+                    f"optim.groups: match = {pattern!r} matches no trained parameter; similar names are "
+                    f"{', '.join(near)}; * matches any characters"
                 )
 
 
@@ -184,7 +184,7 @@ def make_optimizer(
     Raises:
         InputError: If there is no such optimizer, or it lacks one of the options.
     """
-    _spare_the_compiler()
+    _avoid_importing_compiler()
     roles = roles or ParameterRoles()
     trained = [(name, p) for name, p in named if p.requires_grad]
     chosen: dict[tuple[_Kind, int | None, bool], list[nn.Parameter]] = {}
@@ -203,11 +203,11 @@ def make_optimizer(
         if scale != 1.0:
             group |= {"lr": section.lr * scale, SCALE: scale}
         options = {key: value for key, value in entry.items() if key not in OWN}
-        refuse_unknown(f"optim.groups, match = {entry.get('match')!r}", kind, options, _SET_APART)
+        refuse_unknown(f"optim.groups, match = {entry.get('match')!r}", kind, options, _SEPARATE_OPTIONS)
         if "weight_decay" in inspect.signature(kind).parameters:
             group["weight_decay"] = section.weight_decay if decays else 0.0
         groups.setdefault(kind, []).append(group | options)
-    parts = [_made(kind, section, param_groups) for kind, param_groups in groups.items()]
+    parts = [_build(kind, section, param_groups) for kind, param_groups in groups.items()]
     return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
 
 
@@ -228,12 +228,13 @@ def _kind_for(
         return kind
     if parameter.dim() != 2 and override:
         raise refusal(
-            f"optim.groups: muon is for matrices, and {name} has {counted(parameter.dim(), 'dimension')}; match fewer"
+            f"optim.groups: muon updates only matrices, but {name} has {counted(parameter.dim(), 'dimension')}; match "
+            "only matrices"
         )
     return kind if override or name in roles.hidden else torch.optim.AdamW
 
 
-def _made(kind: _Kind, section: OptimSection, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _build(kind: _Kind, section: OptimSection, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return an optimizer of the class, with the section's options that are meant for it."""
     accepted = inspect.signature(kind).parameters
     options = dict(section.options)
@@ -241,11 +242,11 @@ def _made(kind: _Kind, section: OptimSection, groups: list[dict[str, Any]]) -> t
     if issubclass(main, Muon):  # AdamW updates the rest; options that both have are Muon's
         adamw = inspect.signature(torch.optim.AdamW).parameters
         of_muon = inspect.signature(Muon).parameters
-        refuse_unknown("optim.options", Muon, set(options) - set(adamw), _SET_APART)
+        refuse_unknown("optim.options", Muon, set(options) - set(adamw), _SEPARATE_OPTIONS)
         theirs = set(of_muon) if kind is main else set(adamw) - set(of_muon)
         options = {key: value for key, value in options.items() if key in theirs and key in accepted}
     elif kind is main:
-        refuse_unknown("optim.options", kind, options, _SET_APART)
+        refuse_unknown("optim.options", kind, options, _SEPARATE_OPTIONS)
     else:
         options = {}
     if "fused" in accepted and not ({"foreach", "differentiable", "fused"} & set(options)):
@@ -255,7 +256,7 @@ def _made(kind: _Kind, section: OptimSection, groups: list[dict[str, Any]]) -> t
     try:
         return kind(groups, **{"lr": section.lr, **options})
     except (TypeError, ValueError, RuntimeError) as error:
-        raise refusal(f"optim: {kind.__name__} refuses its options: {error}") from None
+        raise refusal(f"optim: {kind.__name__} does not accept its options: {error}") from None
 
 
 def refuse_unknown(where: str, kind: type, options: Iterable[str], unnamed: Sequence[str]) -> None:
@@ -337,13 +338,13 @@ def _class_of(key: str, name: str) -> _Kind:
         near = difflib.get_close_matches(name.lower(), kinds, n=1, cutoff=0.0)[0]
         raise refusal(f"{key} {name!r} is not a class of torch.optim; did you mean {kinds[near].__name__!r}?")
     if kind is torch.optim.LBFGS:
-        raise refusal(f"{key} {name!r} calls the model itself, which is not supported; use adamw")
+        raise refusal(f"{key} {name!r} evaluates the model several times per step, which is not supported; use adamw")
     if kind is torch.optim.SparseAdam:
-        raise refusal(f"{key} {name!r} takes sparse gradients only, ours are dense; use adam")
+        raise refusal(f"{key} {name!r} needs sparse gradients, but the gradients are dense; use adam")
     return kind
 
 
-def _spare_the_compiler() -> None:
+def _avoid_importing_compiler() -> None:
     """Let optimizers be made without importing torch._dynamo.
 
     Torch wraps their methods to exclude them from compilation, and imports the compiler for that, which takes 1.5 s of
@@ -387,9 +388,9 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
 PLATEAU = ReduceLROnPlateau.__name__
 _STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
-_NEED_MORE = ("LRScheduler", "_LRScheduler", "SequentialLR", "ChainedScheduler")
-_OF_DEEPSPEED = {"OneCycle": "one-cycle", "LRRangeTest": "range-test", "WarmupLR": "constant"}
-_OF_DEEPSPEED |= {"WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_NOT_CONFIGURABLE = ("LRScheduler", "_LRScheduler", "SequentialLR", "ChainedScheduler")
+_DEEPSPEED_NAMES = {"OneCycle": "one-cycle", "LRRangeTest": "range-test", "WarmupLR": "constant"}
+_DEEPSPEED_NAMES |= {"WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 S = TypeVar("S", bound=lr_scheduler.LRScheduler)
 SECOND_BETA = 0.99  # second of betas while a cycle changes the first, as in DeepSpeed
 
@@ -419,16 +420,16 @@ def schedule_of(section: OptimSection, steps: int, *, evaluates: bool = True) ->
         kind = optimizer_class("optim.name", section.name)
         if isinstance(cycle, OneCycle) and cycle.cycle_momentum and "betas" not in inspect.signature(kind).parameters:
             raise refusal(
-                f"optim.schedule_options: cycle_momentum moves the first of betas, and {kind.__name__} has none; leave "
-                "it out, or use adamw"
+                f"optim.schedule_options: cycle_momentum changes the first of betas, which {kind.__name__} does not "
+                "have; remove cycle_momentum, or use adamw"
             )
         return cycle
     if section.schedule != PLATEAU:
         return TorchSchedule(section, steps)
     if not evaluates:
         raise refusal(
-            f"optim.schedule {PLATEAU} follows held-out losses, which a loop of your own has; leave it out, and step "
-            "torch's with engine.optimizer and what engine.evaluate returns, or run mpitrain.train, which does"
+            f"optim.schedule {PLATEAU} follows held-out losses, which only your own loop knows; remove it and step "
+            f"torch's {PLATEAU} of engine.optimizer with the loss from engine.evaluate, or run mpitrain.train"
         )
     return PlateauSchedule(section)
 
@@ -472,11 +473,11 @@ class TorchSchedule:
         refuse_unknown("optim.schedule_options", kind, options, ("optimizer", "last_epoch"))
         if options.get("cycle_momentum"):
             raise refusal(
-                f"optim.schedule_options: {kind.__name__} has no cycle_momentum here; leave it out, or use one-cycle"
+                f"optim.schedule_options: {kind.__name__} does not support cycle_momentum; remove it, or use one-cycle"
             )
         if "cycle_momentum" in accepted:
             options["cycle_momentum"] = False
-        self._optimizer, self._scheduler = _following(kind, section.lr, options)
+        self._optimizer, self._scheduler = _with_scheduler(kind, section.lr, options)
         self._rates = [self._current()]
 
     def _current(self) -> float:
@@ -494,14 +495,14 @@ class TorchSchedule:
         return self._rates[step]
 
 
-def _following(kind: type[S], lr: float, options: Mapping[str, Any]) -> tuple[torch.optim.Optimizer, S]:
+def _with_scheduler(kind: type[S], lr: float, options: Mapping[str, Any]) -> tuple[torch.optim.Optimizer, S]:
     """Return an optimizer of a single number, and a scheduler that sets its learning rate."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     make: Any = kind
     try:
         return optimizer, make(optimizer, **options)
     except (TypeError, ValueError) as error:
-        raise refusal(f"optim.schedule: {kind.__name__} refuses optim.schedule_options: {error}") from None
+        raise refusal(f"optim.schedule: {kind.__name__} does not accept optim.schedule_options: {error}") from None
 
 
 def make_scheduler(name: str, options: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
@@ -518,26 +519,28 @@ def make_scheduler(name: str, options: Mapping[str, Any], optimizer: torch.optim
     try:
         return _scheduler_class("scheduler.type", name)(optimizer, **options)
     except (TypeError, ValueError) as error:
-        raise refusal(f"scheduler.type {name} refuses scheduler.params: {error}; mend them") from None
+        raise refusal(f"scheduler.type {name} does not accept scheduler.params: {error}; fix them") from None
 
 
 def _scheduler_class(key: str, name: str) -> type[lr_scheduler.LRScheduler]:
     kinds = {
         key: kind
         for key, kind in vars(lr_scheduler).items()
-        if inspect.isclass(kind) and issubclass(kind, lr_scheduler.LRScheduler) and key not in _NEED_MORE
+        if inspect.isclass(kind) and issubclass(kind, lr_scheduler.LRScheduler) and key not in _NOT_CONFIGURABLE
     }
     if name in ("LambdaLR", "MultiplicativeLR"):
         raise refusal(
-            f"{key} {name} calls a function of yours, which a configuration cannot hold; give mt.initialize a "
-            "scheduler or a function that makes one of the optimizer, or choose polynomial, wsd or MultiStepLR"
+            f"{key} {name} needs a Python function, which a configuration cannot contain; give mt.initialize a "
+            "scheduler, or a function from an optimizer to a scheduler, or use polynomial, wsd or MultiStepLR"
         )
-    if name in _OF_DEEPSPEED:
-        raise refusal(f"{key} {name} of DeepSpeed is {_OF_DEEPSPEED[name]!r} here; write that")
+    if name in _DEEPSPEED_NAMES:
+        raise refusal(f"{key} {name} of DeepSpeed is called {_DEEPSPEED_NAMES[name]!r} here; use that name")
     if name not in kinds:
         near = difflib.get_close_matches(name, kinds, n=1, cutoff=0.0)[0]
-        lacks = "needs what a configuration cannot say" if name in _NEED_MORE else "is not in torch.optim.lr_scheduler"
-        raise refusal(f"{key} {name!r} {lacks}; did you mean {near!r}?")
+        reason = "is not in torch.optim.lr_scheduler"
+        if name in _NOT_CONFIGURABLE:
+            reason = "needs arguments that a configuration cannot contain"
+        raise refusal(f"{key} {name!r} {reason}; did you mean {near!r}?")
     return kinds[name]
 
 
@@ -557,10 +560,10 @@ class PlateauSchedule:
         options = {"min_lr": section.lr_end} | section.schedule_options
         if options.pop("mode", "min") != "min":
             raise refusal(
-                f"optim.schedule_options: {PLATEAU} follows the held-out loss, which is to fall; use mode min"
+                f"optim.schedule_options: {PLATEAU} follows the held-out loss, for which lower is better; use mode min"
             )
         refuse_unknown("optim.schedule_options", ReduceLROnPlateau, options, ("optimizer", "mode"))
-        self._optimizer, self._plateau = _following(ReduceLROnPlateau, section.lr, options)
+        self._optimizer, self._plateau = _with_scheduler(ReduceLROnPlateau, section.lr, options)
 
     def rate(self, step: int) -> float:
         """Return the learning rate of all steps until the next evaluation."""

@@ -54,19 +54,23 @@ def from_config(config: Config, ranks: int, *, own_optimizer: bool, origin: str 
             accepted if they have their defaults; other ones are listed in `Settings.without_effect` unless they would
             change the training.
     """
-    unused = {key: field for key, field, value in _given(config) if not _accepted(field, value, own_optimizer)}
+    unused = {
+        key: field for key, field, value in _explicit_settings(config) if not _is_accepted(field, value, own_optimizer)
+    }
     without_effect: list[str] = []
     if config.model_fields_set == set(Config.model_fields):
-        changed = {key: field for key, field, value in _given(config) if key in unused and value != field.default}
+        changed = {
+            key: field for key, field, value in _explicit_settings(config) if key in unused and value != field.default
+        }
         without_effect = sorted(key for key, field in changed.items() if not declared(field, "decisive"))
         unused = {key: field for key, field in changed.items() if declared(field, "decisive")}
     if unused:
         names = sorted(unused)
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         beside = any(declared(field, "loop") == "for_optimizer" for field in unused.values())
-        why = " beside an optimizer of your own" if beside else ""
+        why = " because you pass your own optimizer" if beside else ""
         raise refusal(
-            f"{origin}: mt.initialize does nothing with {shown}{why}; remove them, or run mpitrain.train, which does"
+            f"{origin}: mt.initialize ignores {shown}{why}; remove them, or run mpitrain.train, which uses them"
         )
     schedule = None if own_optimizer else schedule_of(config.optim, config.train.steps, evaluates=False)
     return Settings(config, *_batch(config, ranks), schedule, tuple(without_effect))
@@ -90,7 +94,7 @@ def every_setting(config: Config) -> Iterator[tuple[str, FieldInfo, Any]]:
             yield f"{name}.{key}", field, getattr(section, key)
 
 
-def _given(config: Config) -> Iterator[tuple[str, FieldInfo, Any]]:
+def _explicit_settings(config: Config) -> Iterator[tuple[str, FieldInfo, Any]]:
     """Yield the settings that were set explicitly, like `every_setting`."""
     for full, field, value in every_setting(config):
         name, _, key = full.partition(".")
@@ -98,7 +102,7 @@ def _given(config: Config) -> Iterator[tuple[str, FieldInfo, Any]]:
             yield full, field, value
 
 
-def _accepted(field: FieldInfo, value: Any, own_optimizer: bool) -> bool:
+def _is_accepted(field: FieldInfo, value: Any, own_optimizer: bool) -> bool:
     """Return whether `mpitrain.initialize` follows a setting, or the value is off or an empty default."""
     loop, off = declared(field, "loop"), declared(field, "off")
     followed = not own_optimizer if loop == "for_optimizer" else bool(loop)
@@ -116,8 +120,8 @@ def _batch(config: Config, ranks: int) -> tuple[int, int]:
     if stages > 1:
         if batch is None:
             raise refusal(
-                "a pipeline takes the microbatches of a step together: set train.batch, and train.microbatch if there "
-                "are to be more or fewer of them than two a stage"
+                "a pipeline computes all microbatches of a step in one call: set train.batch, and set train.microbatch "
+                "if you do not want two microbatches per stage"
             )
         if micro is None and not train.accumulation and batch % data == 0:
             share = batch // data

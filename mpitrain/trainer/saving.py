@@ -47,7 +47,7 @@ from mpitrain.trainer.run import Callback, Restored, Run, Step
 
 _FIRST = 20  # steps before the first save: few enough to lose, many enough that the save costs little in comparison
 _SAVES = 4  # last saves whose mean duration is used
-_NEWS = 1.5  # factor by which an interval must change to be shown again
+_NOTABLE_CHANGE = 1.5  # factor by which an interval must change to be shown again
 
 
 class SaveSchedule(Callback):
@@ -61,11 +61,11 @@ class SaveSchedule(Callback):
         section = config.checkpoint
         self._auto, self._every = section.every == "auto", 0 if section.every == "auto" else section.every
         self._next = 0  # with auto: step after which to save
-        self._held: deque[float] = deque(maxlen=section.flush_every if section.local else _SAVES)
+        self._save_seconds: deque[float] = deque(maxlen=section.flush_every if section.local else _SAVES)
         self._saves = 0  # saves measured so far
-        self._marked = 0.0  # time.perf_counter() at the end of the last step after which all ranks synchronized
+        self._synchronized_at = 0.0  # time.perf_counter() at the end of the last step at which all ranks synchronized
         self._since: tuple[float, int] | None = None  # time and step from which on steps are timed
-        self._told = 0  # steps of the interval shown last
+        self._shown_every = 0  # steps of the interval shown last
 
     def due(self, since: int, step: int) -> bool:
         """Return whether a save became due after step `since`, up to and including `step`.
@@ -89,20 +89,21 @@ class SaveSchedule(Callback):
 
     def on_step_end(self, trainer: Run, step: Step) -> None:
         if self._auto and step.together:
-            self._marked = time.perf_counter()
-            self._since = self._since or (self._marked, step.number)  # excludes the first step, which takes longer
+            self._synchronized_at = time.perf_counter()
+            if self._since is None:  # excludes the first step, which takes longer
+                self._since = self._synchronized_at, step.number
 
     def on_save(self, trainer: Run, folder: Path) -> None:
         if not self._auto or trainer.last_step or self._since is None:
             return
         now = time.perf_counter()
         if self._saves == 1:  # drop the first save, which included one-time work
-            self._held.clear()
+            self._save_seconds.clear()
         self._saves += 1
-        self._held.append(max(0.0, now - self._marked - trainer.store.waited_seconds))
+        self._save_seconds.append(max(0.0, now - self._synchronized_at - trainer.store.waited_seconds))
         began, first = self._since
         if trainer.step > first:
-            step_seconds = (self._marked - began) / (trainer.step - first)
+            step_seconds = (self._synchronized_at - began) / (trainer.step - first)
             self._every, text = trainer.world.on_root(lambda: self._choose(trainer, step_seconds))
             if text:
                 trainer.say(text)
@@ -112,16 +113,16 @@ class SaveSchedule(Callback):
     def _choose(self, trainer: Run, step_seconds: float) -> tuple[int, str]:
         """Return the steps between saves, and a line that explains them, empty if they hardly changed."""
         section, nodes = trainer.config.checkpoint, trainer.world.num_nodes
-        save_seconds, mtbf = sum(self._held) / len(self._held), section.node_mtbf * 3600.0 / nodes
+        save_seconds, mtbf = sum(self._save_seconds) / len(self._save_seconds), section.node_mtbf * 3600.0 / nodes
         least = trainer.store.write_seconds if section.background else 0.0
         every = steps_between(save_seconds, step_seconds, mtbf, least)
-        if self._told / _NEWS < every < self._told * _NEWS:
+        if self._shown_every / _NOTABLE_CHANGE < every < self._shown_every * _NOTABLE_CHANGE:
             return every, ""
-        self._told = every
-        cost = f"a save {'holds training up for' if section.background else 'takes'} {duration_text(save_seconds)}"
+        self._shown_every = every
+        cost = f"a save {'delays training by' if section.background else 'takes'} {duration_text(save_seconds)}"
         if every > steps_between(save_seconds, step_seconds, mtbf):
             cost += f" and is written in {duration_text(least)}"
-        who = "this node" if nodes == 1 else f"of {nodes} nodes one"
+        who = "this node" if nodes == 1 else f"one of {nodes} nodes"
         why = f"{cost}, and {who} fails every {duration_text(mtbf)} (Daly 2006)"
         return every, f"checkpoints every {counted(every, 'step')}: {why}"
 
@@ -211,7 +212,7 @@ def saves_after(step: int, config: Config) -> int:
     return best + (steps // every - step // every + (steps % every > 0) if every else 1)
 
 
-def require_given(trainer: Run) -> None:
+def require_resume_checkpoint(trainer: Run) -> None:
     """Raise InputError if checkpoint.resume names a checkpoint that does not exist. Collective."""
     resume = trainer.config.checkpoint.resume
     if resume not in ("auto", "never"):
@@ -228,16 +229,16 @@ def load_newest(trainer: Run) -> Restored:
     resume, reasons = trainer.config.checkpoint.resume, []
     for folder in trainer.store.newest_first() if resume == "auto" else trainer.store.at(Path(resume)):
         try:
-            manifest = trainer.store.load(folder, partial(_wanted, trainer, folder))
+            manifest = trainer.store.load(folder, partial(_parts_to_load, trainer, folder))
             of, _ = manifest.value("data"), manifest.value("position")
         except CheckpointError as error:
             reasons.append(str(error))
-            trainer.say(f"passed over {folder}: {error}")
+            trainer.say(f"skipped {folder}: {error}")
             continue
         if of not in (None, trainer.data.description.identity):  # None: imported weights
             data = trainer.config.data
             named = f"data.mix {data.mix}" if data.mix else f"data.path {data.path!r}"
-            raise refusal(f"{folder} was trained on another data set than {named}; give that one, or another run.dir")
+            raise refusal(f"{folder} was trained on another data set than {named}; use that one, or another run.dir")
         trainer.engine.finish_load(manifest)
         for repaired in trainer.store.repairs:
             trainer.say(repaired)
@@ -248,7 +249,7 @@ def load_newest(trainer: Run) -> Restored:
     return Restored(0, {}, own=False)
 
 
-def _wanted(trainer: Run, folder: Path, manifest: Manifest) -> list[Part]:
+def _parts_to_load(trainer: Run, folder: Path, manifest: Manifest) -> list[Part]:
     """Return the parts that this rank reads from a checkpoint, after checking that its model is the run's."""
     task = manifest.values.get("task") or {}
     require_same_model(trainer.config.model.model_dump(), task.get("model") or {}, folder)

@@ -52,20 +52,20 @@ def with_planned_layout(config: Config, world: Communicator, device: torch.devic
     each = world.size // world.num_nodes
     if any(world.nodes.count(node) != each for node in range(world.num_nodes)):
         raise refusal(
-            f"parallel.auto plans for as many ranks on each node, and {world.size} ranks are on {world.num_nodes} "
-            "nodes; start as many on each, or set parallel.auto to false"
+            f"parallel.auto needs the same number of ranks on each node, but the {world.size} ranks on "
+            f"{world.num_nodes} nodes are spread unevenly; start the same number on each, or set parallel.auto to false"
         )
     on_device = devices.is_accelerator(device)
     machine = _machine(config, world, device)
-    values, text = while_others_sleep(
-        world, lambda: _chosen(config, rules, machine(), world.num_nodes, each, on_device)
+    values, text = run_on_root_alone(
+        world, lambda: _plan_layout(config, rules, machine(), world.num_nodes, each, on_device)
     )
     if world.rank == 0:
         print(f"parallel.auto: {text} (planned in {duration_text(time.perf_counter() - began)})", flush=True)
     return Config.from_dict(values, "parallel.auto")
 
 
-def while_others_sleep(world: Communicator, act: Callable[[], Any]) -> Any:
+def run_on_root_alone(world: Communicator, act: Callable[[], Any]) -> Any:
     """Call `act()` on rank 0 alone, and return its result on every rank. Collective.
 
     The other ranks sleep meanwhile and leave rank 0 their cores. Errors are handled as by `world.on_root`.
@@ -74,24 +74,24 @@ def while_others_sleep(world: Communicator, act: Callable[[], Any]) -> Any:
         world: Ranks that call this.
         act: Function without arguments.
     """
-    word = torch.zeros(1)
+    message = torch.zeros(1)
 
     def wake_after() -> Any:
         try:
             return act()
         finally:
-            for sent in [world.isend(word, rank, _TAG) for rank in range(1, world.size)]:
+            for sent in [world.isend(message, rank, _TAG) for rank in range(1, world.size)]:
                 sent.wait()
 
     if world.rank:
-        arriving = world.irecv(word, 0, _TAG)
+        arriving = world.irecv(message, 0, _TAG)
         while not arriving.done():
             time.sleep(_PAUSE)
         arriving.wait()
     return world.on_root(wake_after)
 
 
-def _chosen(
+def _plan_layout(
     config: Config, rules: LayoutRules, machine: MachineProfile, nodes: int, ranks_per_node: int, on_device: bool
 ) -> tuple[dict[str, Any], str]:
     """Return the configuration's values with the best layout, and a line that describes the layout."""
@@ -108,7 +108,7 @@ def _chosen(
         predictor = Predictor(model, machine, nodes, ranks_per_node, bucket_mb=config.comm.bucket_mb)
         plan = best(predictor, rules, 1, wanted=requested)
     if not plan.found:
-        raise refusal(f"parallel.auto: {nothing_fits(plan)}; take a smaller model or more nodes")
+        raise refusal(f"parallel.auto: {nothing_fits(plan)}; use a smaller model or more nodes")
     chosen = plan.found[0]
     values = config.to_dict()
     for section, keys in settings(chosen.layout, requested).items():
@@ -116,14 +116,14 @@ def _chosen(
     if config.elastic.mode == "shrink" and "data" not in requested:
         values["parallel"]["data"] = "auto"  # fewer if ranks are lost
     values["parallel"]["auto"] = False
-    return values, f"{layout_text(chosen.layout)}, predicted {duration_text(chosen.seconds)} a step"
+    return values, f"{layout_text(chosen.layout)}, predicted {duration_text(chosen.seconds)} per step"
 
 
 def _machine(config: Config, world: Communicator, device: torch.device) -> Callable[[], MachineProfile]:
     """Measure unknown properties of the machine, and return a function that gives rank 0 the profile. Collective."""
     file, on_device = config.parallel.machine, devices.is_accelerator(device)
     if file:
-        return lambda: fitting(read_machine(file), f"parallel.machine {file}", config.run.device, device)
+        return lambda: require_device_kind(read_machine(file), f"parallel.machine {file}", config.run.device, device)
     values = kept.load_profile() if world.rank == 0 else {}
     if not world.on_root(lambda: kept.has_sections_for(values, world, on_device)):
         values = kept.measure_and_store(world, on_device, config.run.device)
@@ -132,7 +132,7 @@ def _machine(config: Config, world: Communicator, device: torch.device) -> Calla
     return lambda: profile_of_values(values, str(kept.profile_path()))
 
 
-def fitting(machine: MachineProfile, where: str, kind: str, device: torch.device) -> MachineProfile:
+def require_device_kind(machine: MachineProfile, where: str, kind: str, device: torch.device) -> MachineProfile:
     """Return the profile if it describes the kind of device that the ranks use; otherwise raise InputError.
 
     Args:
@@ -144,7 +144,7 @@ def fitting(machine: MachineProfile, where: str, kind: str, device: torch.device
     has = "no device" if machine.device is None else f"devices of kind {machine.device.kind}"
     if has != (f"devices of kind {device.type}" if devices.is_accelerator(device) else "no device"):
         raise refusal(
-            f"{where} has {has}, and this job computes on {device.type} (run.device {kind}); give another profile, or "
-            "leave it out to have this machine measured"
+            f"{where} has {has}, but this job computes on {device.type} (run.device {kind}); use another profile, or "
+            "remove the setting to measure this machine"
         )
     return machine

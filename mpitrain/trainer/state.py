@@ -87,11 +87,11 @@ class EngineState:
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._states: list[tuple[FlatParameter, dict[str, torch.Tensor], list[dict[str, Any]]]] = []
         rank = sharding.comm.world_ranks[sharding.comm.rank]
-        self._left_out = LeftOut(f"{COMPRESSION}{rank}/", sharding.compression)
+        self._errors = CompressionErrors(f"{COMPRESSION}{rank}/", sharding.compression)
 
     # -- tensors of this rank
 
-    def _alike(self) -> list[Holding]:
+    def _replicated(self) -> list[Holding]:
         """Return the tensors that every data-parallel rank has.
 
         These are buffers, frozen parameters, and at stage 0 all parameters.
@@ -150,7 +150,7 @@ class EngineState:
         value = self._sharding.optimizer.state.get(flat_parameter.value, {}).get(key)
         return value if is_elementwise(value, flat_parameter.value) else None
 
-    def trained(self) -> int:
+    def trained_elements(self) -> int:
         """Return the number of elements of trained parameters that the data-parallel ranks write altogether."""
         groups = self._sharding.groups
         return sum(
@@ -182,8 +182,8 @@ class EngineState:
         rank, size = (0, 1) if alone else (sharding.comm.rank, sharding.comm.size)
         keys = sorted({key for state in sharding.optimizer.state.values() for key in state})
         states = [h for key in keys for h in self._of_optimizer(f"{OPTIMIZER}{key}/", partial(self._elementwise, key))]
-        small, values = self._odd_states()
-        common, sharded = self._alike(), self._shares()
+        small, values = self._other_states()
+        common, sharded = self._replicated(), self._shares()
         (sharded if sharding.stage.states else common).extend([*self._masters(wider=True), *states, *small])
         first = sharding.replicas is None or sharding.replicas.rank == 0
         common = [h for h in common if h.written and sharding.writes_copies]
@@ -193,7 +193,7 @@ class EngineState:
         if rank == 0 and sharding.writes_copies:  # tensors without elements are in no share
             empty = [self.holding(MODEL, p, 0, 0, p.detach()) for p in self._names if not p.numel()]
             parts += [Part(h.spec, Piece.whole(h.name, 0), h.data.reshape(-1)) for h in empty if h.written]
-        parts += self._left_out.parts()
+        parts += self._errors.parts()
         manifest_values = {"optimizer": values, "data_ranks": sharding.comm.size, "tied": self._aliases}
         if self._base is not None:  # adapters are saved without their base model
             names = self._base.names
@@ -201,7 +201,7 @@ class EngineState:
             manifest_values |= {"tied": tied, "left_out": sorted(names), "base": self._base.values()}
         return parts, manifest_values
 
-    def _odd_states(self) -> tuple[list[Holding], dict[str, dict[str, Any]]]:
+    def _other_states(self) -> tuple[list[Holding], dict[str, dict[str, Any]]]:
         """Return optimizer states without one number per element: small tensors, and values.
 
         The rank with the first element of a parameter returns its states.
@@ -239,7 +239,8 @@ class EngineState:
             require_whole(manifest.values.get("base"))
         self._pending = []
         parts: list[Part] = []
-        for holding in [*self._alike(), *self._shares(), *self._masters(wider=False), *self._empty_states(manifest)]:
+        parameters = [*self._replicated(), *self._shares(), *self._masters(wider=False)]
+        for holding in [*parameters, *self._empty_states(manifest)]:
             source, dtype = _source(manifest, holding)
             data = holding.data
             direct = data.is_contiguous() and data.dtype == dtype
@@ -248,7 +249,7 @@ class EngineState:
                 self._pending.append((holding.data, flat))
             parts += replace(holding, name=source, data=flat).parts(flat, 0, holding.last - holding.first)
         same_ranks = manifest.values.get("data_ranks") == self._sharding.comm.size
-        return parts + self._left_out.parts_to_load(manifest, self._sharding.groups[0].device, alike=same_ranks)
+        return parts + self._errors.parts_to_load(manifest, self._sharding.groups[0].device, same_ranks=same_ranks)
 
     def _empty_states(self, manifest: Manifest) -> list[Holding]:
         """Return optimizer states to be filled from the checkpoint, for the parameters of each flat parameter."""
@@ -279,9 +280,9 @@ class EngineState:
                         holdings.append(Holding(f"{OPTIMIZER}{key}/{name}", part, 0, part.numel, states[key], True))
                 odd.append(states | values.get(name, {}))
             self._states.append((flat_parameter, state, odd))
-        strangers = sorted(set(keys) - set(self._names.values()))
-        if strangers and not self._staged:
-            raise CheckpointError(f"the checkpoint has optimizer state of {strangers[0]}, which this model lacks")
+        unknown = sorted(set(keys) - set(self._names.values()))
+        if unknown and not self._staged:
+            raise CheckpointError(f"the checkpoint has optimizer states of {unknown[0]}, which this model lacks")
         return holdings
 
     def _device_of(self, flat_parameter: FlatParameter, spec: TensorSpec) -> torch.device:
@@ -315,10 +316,10 @@ class EngineState:
                     }
         begin_states(optimizer)
         self._states = []
-        self._left_out.finish_load()
+        self._errors.finish_load()
 
 
-class LeftOut:
+class CompressionErrors:
     """Compression errors that this rank has not yet sent; they differ between ranks.
 
     Args:
@@ -334,19 +335,19 @@ class LeftOut:
         """Return the parts to write into a checkpoint."""
         return self._parts(self._compression.state_dict() if self._compression is not None else {})
 
-    def parts_to_load(self, manifest: Manifest, device: torch.device, *, alike: bool) -> list[Part]:
+    def parts_to_load(self, manifest: Manifest, device: torch.device, *, same_ranks: bool) -> list[Part]:
         """Return the parts to read from a checkpoint.
 
         Args:
             manifest: Manifest of the checkpoint.
             device: Device of the tensors.
-            alike: If true, the same number of ranks wrote the checkpoint; otherwise no parts are read.
+            same_ranks: If true, the same number of ranks wrote the checkpoint; otherwise no parts are read.
         """
         specs = {n: s for n, s in manifest.tensors.items() if n.startswith(self._prefix)}
         self._loading = {
             name.removeprefix(self._prefix): torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
             for name, spec in specs.items()
-            if alike and self._compression is not None
+            if same_ranks and self._compression is not None
         }
         return self._parts(self._loading)
 
@@ -375,10 +376,10 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1)
 
 
-def merged(found: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+def merge_states(states_of_ranks: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Merge the optimizer states that several ranks have, by name of the parameter."""
     combined: dict[str, dict[str, Any]] = {}
-    for of_rank in found:
+    for of_rank in states_of_ranks:
         for name, states in of_rank.items():
             combined.setdefault(name, {}).update(states)
     return combined

@@ -39,7 +39,7 @@ from mpitrain.trainer.recording.records import figure
 from mpitrain.trainer.run import Callback, Run, Step
 
 STOP_FILE = "stop"  # in the run folder: `touch RUN/stop`
-_LOOK_EVERY = 2.0  # seconds between checks for the file, which may be on a slow file system
+_CHECK_EVERY = 2.0  # seconds between checks for the file, which may be on a slow file system
 FIRST = 3  # a run ends if this many losses from the first step on are not finite
 _SLACK = 3.0  # time left before the job's end at which to stop, in multiples of the longest step or save so far
 
@@ -52,32 +52,32 @@ class StopInTime(Callback):
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}  # previous signal handlers; empty while ours are not installed
-        self._asked = ""
+        self._request = ""
         self._file: Path | None = None  # stop file; None on ranks that check neither the file nor the clock
         self._end: float | None = None
-        self._margin = self._longest = self._looked = 0.0
+        self._margin = self._longest = self._checked = 0.0
         self._last = 0.0  # time.monotonic() of the last update or of the start
 
     def setup(self, trainer: Run) -> None:
         """Install the handlers of SIGUSR1 and SIGTERM until `teardown`."""
         self._margin, self._longest = trainer.config.run.stop_before, 0.0  # long steps or saves extend the margin
-        self._file, self._asked = None, ""
-        self._handlers = {n: signal.signal(n, self._ask) for n in (signal.SIGUSR1, signal.SIGTERM)}
-        self._asked = self._asked or early.received_signal()
+        self._file, self._request = None, ""
+        self._handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGUSR1, signal.SIGTERM)}
+        self._request = self._request or early.received_signal()
 
-    def _ask(self, number: int, frame: object) -> None:
-        self._asked = signal.Signals(number).name  # a handler should do no more than this
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._request = signal.Signals(number).name  # a handler should do no more than this
 
     def reason(self) -> str:
         """Return the reason to stop in a few words; empty if there is none."""
-        if not self._asked and self._file is not None:
+        if not self._request and self._file is not None:
             if self._end is not None and time.time() > self._end - max(self._margin, _SLACK * self._longest):
-                self._asked = "the job's time is up"
-            elif time.monotonic() - self._looked > _LOOK_EVERY:
-                self._looked = time.monotonic()
+                self._request = "the job's time is up"
+            elif time.monotonic() - self._checked > _CHECK_EVERY:
+                self._checked = time.monotonic()
                 if self._file.exists():
-                    self._asked = f"{self._file} is there"
-        return self._asked
+                    self._request = f"{self._file} exists"
+        return self._request
 
     def on_fit_start(self, trainer: Run) -> None:
         self._last = time.monotonic()
@@ -95,7 +95,7 @@ class StopInTime(Callback):
         """Restore the previous signal handlers, and remove the stop file if it stopped the run."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if self._file is not None and self._asked:  # otherwise the next start would stop at once
+        if self._file is not None and self._request:  # otherwise the next start would stop at once
             self._file.unlink(missing_ok=True)
         self._handlers, self._file = {}, None
 
@@ -168,7 +168,7 @@ class NonFiniteSteps:
     def bad(self) -> bool:
         return self.since > 0 and not self.expected
 
-    def hopeless(self, step: int, most: int) -> bool:
+    def should_abort(self, step: int, most: int) -> bool:
         """Return whether to give up the run after a step.
 
         Args:
@@ -183,44 +183,44 @@ class NonFiniteSteps:
     def reason(self) -> str:
         """The fault, as half a sentence."""
         if self.since == 1 and not math.isfinite(self.loss):
-            return f"the loss is {self.loss} from the first step on, so that nothing was learned"
+            return f"the loss has been {self.loss} since the first step, so nothing was learned"
         if self.skipped:
-            return f"nothing was learned since step {self.since}, because the gradients are not finite"
-        return f"the loss is {self.loss} since step {self.since}"
+            return f"nothing has been learned since step {self.since}, because the gradients are not finite"
+        return f"the loss has been {self.loss} since step {self.since}"
 
 
 class LearningCheck(Callback):
     """Fails a run that ends in a series of non-finite steps, and marks the checkpoints made during it.
 
     Attributes:
-        row: Series of non-finite steps that ends with the last step done.
+        series: Series of non-finite steps that ends with the last step done.
     """
 
     def __init__(self) -> None:
-        self.row = NonFiniteSteps()
+        self.series = NonFiniteSteps()
 
     def on_restore(self, trainer: Run, values: dict[str, Any]) -> None:
-        self.row = NonFiniteSteps(values.get(NON_FINITE_SINCE, 0))
+        self.series = NonFiniteSteps(values.get(NON_FINITE_SINCE, 0))
 
     def on_update(self, trainer: Run, step: Step) -> None:
-        before, self.row = self.row, self.row.after(step.number, step.loss, step.skipped, trainer.engine.scale)
-        if self.row.hopeless(step.number, trainer.config.train.abort_after):
-            raise refusal(f"{self.row.reason}; {_mend(trainer.store.newest_finite(), self.row.since)}")
-        if self.row.bad and not before.bad:
-            trainer.say(self.row.reason)
+        before, self.series = self.series, self.series.after(step.number, step.loss, step.skipped, trainer.engine.scale)
+        if self.series.should_abort(step.number, trainer.config.train.abort_after):
+            raise refusal(f"{self.series.reason}; {_advice(trainer.store.newest_finite(), self.series.since)}")
+        if self.series.bad and not before.bad:
+            trainer.say(self.series.reason)
 
     def state(self, trainer: Run) -> dict[str, Any]:
-        return {NON_FINITE_SINCE: self.row.since if self.row.bad else 0}
+        return {NON_FINITE_SINCE: self.series.since if self.series.bad else 0}
 
     def on_fit_end(self, trainer: Run) -> None:
         """Raise NothingLearned if the run is over; an interrupted run may still recover."""
-        if self.row.bad and trainer.done:
+        if self.series.bad and trainer.done:
             raise NothingLearned(
-                f"{self.row.reason}; {_mend(trainer.store.newest_finite(), self.row.since)}", agreed=True
+                f"{self.series.reason}; {_advice(trainer.store.newest_finite(), self.series.since)}", agreed=True
             )
 
 
-def _mend(good: Path | None, since: int) -> str:
+def _advice(good: Path | None, since: int) -> str:
     """Return advice for a run that learns nothing since a step.
 
     Args:
@@ -228,9 +228,9 @@ def _mend(good: Path | None, since: int) -> str:
         since: First step of the series.
     """
     if since == 1:
-        return "look for values that are not finite in data.path, lower optim.lr, or use another train.precision"
-    again = f"start from --checkpoint.resume {good} in another run.dir" if good is not None else "start again"
-    return f"lower optim.lr, or look for values that are not finite in data.path, and {again}"
+        return "check data.path for values that are not finite, lower optim.lr, or use another train.precision"
+    again = f"start again with --checkpoint.resume {good} and another run.dir" if good is not None else "start again"
+    return f"lower optim.lr, or check data.path for values that are not finite, and {again}"
 
 
 @dataclass(frozen=True)
@@ -272,18 +272,18 @@ class Best:
             margin: Smallest difference that counts as an improvement.
         """
         value = value_of(trainer, key, self.metric)
-        return self.after(value, trainer.step, higher(trainer, key, self.metric), margin)
+        return self.after(value, trainer.step, is_larger_better(trainer, key, self.metric), margin)
 
-    def kept(self) -> dict[str, Any]:
+    def saved_values(self) -> dict[str, Any]:
         """Return the fields for a checkpoint; NaN becomes None, because JSON cannot represent it."""
         return asdict(self) | {"value": None if math.isnan(self.value) else self.value}
 
     @staticmethod
     def of(values: dict[str, Any] | None, metric: str) -> Best:
-        """Return the best figure that `kept` stored, or an empty one if it is of another metric.
+        """Return the best figure that `saved_values` stored, or an empty one if it is of another metric.
 
         Args:
-            values: Return value of `kept`; None if there is none.
+            values: Return value of `saved_values`; None if there is none.
             metric: Name of the metric, with or without the prefix that it has in metrics.jsonl.
         """
         metric = metric.removeprefix(HELD_OUT)
@@ -304,16 +304,16 @@ class EarlyStopping(Callback):
         train = trainer.config.train
         if train.patience and not train.evaluate_every:
             raise refusal(
-                "train.patience counts evaluations, and with train.evaluate_every 0 there is one, at the end; set it "
-                "to the steps between two, or train.patience to 0"
+                "train.patience counts evaluations, but train.evaluate_every 0 evaluates only at the end; set "
+                "train.evaluate_every to the steps between evaluations, or train.patience to 0"
             )
 
     def on_restore(self, trainer: Run, values: dict[str, Any]) -> None:
         saved = values if trainer.resumed_step is not None else {}
         self.best = Best.of(saved.get(self.KEY), trainer.config.train.monitor)
         if trainer.config.train.patience:
-            higher(trainer, "train.monitor", self.best.metric)
-            self._end(trainer, "set train.patience to more, or to 0, to go on")
+            is_larger_better(trainer, "train.monitor", self.best.metric)
+            self._end(trainer, "to continue, raise train.patience or set it to 0")
 
     def on_evaluate(self, trainer: Run, loss: float) -> None:
         if trainer.config.train.patience:
@@ -322,13 +322,14 @@ class EarlyStopping(Callback):
 
     def _end(self, trainer: Run, more: str = "") -> None:
         if self.best.waited >= trainer.config.train.patience:
-            best = f"{words(self.best.metric)} {figure(self.best.metric, self.best.value)}"
+            best = figure(self.best.metric, self.best.value)
             outcome = f"the best was {best} at step {self.best.step}" if self.best.step else "none was finite"
-            trainer.end(f"{words(self.best.metric)} no better in {counted(self.best.waited, 'evaluation')}, {outcome}")
+            waited = counted(self.best.waited, "evaluation")
+            trainer.end(f"{held_out_name(self.best.metric)} has not improved in {waited}; {outcome}")
             trainer.say(f"ending after step {trainer.step}: {trainer.stop_reason}" + (f"; {more}" if more else ""))
 
     def state(self, trainer: Run) -> dict[str, Any]:
-        return {self.KEY: self.best.kept()} if trainer.config.train.patience else {}
+        return {self.KEY: self.best.saved_values()} if trainer.config.train.patience else {}
 
 
 class LowerRate(Callback):
@@ -340,10 +341,10 @@ class LowerRate(Callback):
         if not isinstance(trainer.schedule, PlateauSchedule):
             return
         if trainer.held_out is None or not trainer.config.train.evaluate_every:
-            lacks = "data.path has no such samples; prepare the data with --held-out"
+            reason = "data.path has no held-out samples; prepare the data with --held-out"
             if trainer.held_out is not None:
-                lacks = "train.evaluate_every 0 has it measured at the end alone; set the steps between two evaluations"
-            raise refusal(f"optim.schedule {PLATEAU} follows the held-out loss, and {lacks}")
+                reason = "train.evaluate_every 0 measures it only at the end; set it to the steps between evaluations"
+            raise refusal(f"optim.schedule {PLATEAU} follows the held-out loss, but {reason}")
         if trainer.resumed_step is not None and self.KEY in values:
             trainer.schedule.load(values[self.KEY])
 
@@ -375,7 +376,7 @@ class BestCheckpoint(Callback):
         self.best = Best.of(values.get(self.KEY) if trainer.resumed_step is not None else None, named)
         if not trainer.world.on_root(lambda: is_checkpoint(trainer.store.folder(self.best.step))):
             self.best = Best(self.best.metric)
-        higher(trainer, "checkpoint.best", self.best.metric)
+        is_larger_better(trainer, "checkpoint.best", self.best.metric)
         trainer.store.keeps_best, trainer.store.best = True, self.best.step or -1
 
     def on_evaluate(self, trainer: Run, loss: float) -> None:
@@ -389,14 +390,14 @@ class BestCheckpoint(Callback):
         self.due = False
 
     def state(self, trainer: Run) -> dict[str, Any]:
-        return {self.KEY: self.best.kept()} if trainer.config.checkpoint.best else {}
+        return {self.KEY: self.best.saved_values()} if trainer.config.checkpoint.best else {}
 
 
-def words(name: str) -> str:
+def held_out_name(name: str) -> str:
     return f"held-out {with_spaces(name)}"
 
 
-def higher(trainer: Run, key: str, name: str) -> bool:
+def is_larger_better(trainer: Run, key: str, name: str) -> bool:
     """Return whether larger values of a figure are better.
 
     Args:
@@ -408,15 +409,15 @@ def higher(trainer: Run, key: str, name: str) -> bool:
         InputError: On all ranks, if there are no held-out samples or no such figure, or its direction is unknown.
     """
     if trainer.held_out is None:
-        raise refusal(f"{key} {name} is of held-out samples, and data.path has none; prepare the data with --held-out")
+        raise refusal(f"{key} {name} needs held-out samples, but data.path has none; prepare the data with --held-out")
     known = trainer.meter.directions
     if name not in known:
         raise refusal(f"{key} {name!r} is not measured; choose {', '.join(known)}, or add it to train.metrics")
     direction = known[name]
     if direction is None:
         raise refusal(
-            f"{key} {name}: whether more of it is better is not said; give the function (a model: a dict by names) an "
-            f"attribute {DIRECTION}, True or False"
+            f"{key} {name}: it is unknown whether larger values are better; set the attribute {DIRECTION} of the "
+            "function to True or False (of a model: to a dict of these by metric)"
         )
     return direction
 
@@ -435,7 +436,7 @@ def value_of(trainer: Run, key: str, name: str) -> float:
 
     def find() -> float:
         if name not in trainer.figures:
-            raise refusal(f"{key} {name!r} was not measured, since it is not of what the model puts out; choose loss")
+            raise refusal(f"{key} {name!r} was not measured, because it does not suit the model's output; use loss")
         return trainer.figures[name]
 
     return float(trainer.world.on_root(find))

@@ -42,9 +42,9 @@ from mpitrain.trainer.data import (
     weigh_step,
     with_microbatch,
 )
-from mpitrain.trainer.device import choose, full_told, set_threads
-from mpitrain.trainer.folder import RunFolder, together
-from mpitrain.trainer.held_out.measuring import LOSS, evaluated, meter_of
+from mpitrain.trainer.device import choose_device, explain_out_of_memory, set_threads
+from mpitrain.trainer.folder import RunFolder, agree_on_errors
+from mpitrain.trainer.held_out.measuring import LOSS, evaluate_samples, meter_of
 from mpitrain.trainer.modes.groups import Local, Synchronous
 from mpitrain.trainer.modes.served import Served
 from mpitrain.trainer.optimizing import ParameterRoles, make_optimizer, next_rate, schedule_of
@@ -52,7 +52,7 @@ from mpitrain.trainer.recording.console import Console, EventRecords
 from mpitrain.trainer.recording.records import RankRecords, Records, SampleIds
 from mpitrain.trainer.recording.timeline import TimelineRecorder
 from mpitrain.trainer.run import Callback, Restored, Run, Step, Strategy
-from mpitrain.trainer.saving import SaveSchedule, is_due, load_newest, require_given, saves_after
+from mpitrain.trainer.saving import SaveSchedule, is_due, load_newest, require_resume_checkpoint, saves_after
 from mpitrain.trainer.settings import with_planned_layout
 from mpitrain.trainer.stopping import BestCheckpoint, EarlyStopping, LearningCheck, LowerRate, StopInTime
 
@@ -88,7 +88,7 @@ class Trainer(Run):
         self.world = world if world is not None else init()
         # rank 0 reads them; the other ranks learn which settings were set explicitly
         requested = Config.from_dict(self.world.on_root(lambda: Config.of(config).model_dump(exclude_unset=True)))
-        self.device, self.devices = choose(requested.run.device, self.world)
+        self.device, self.devices = choose_device(requested.run.device, self.world)
         self.config = with_microbatch(with_planned_layout(requested, self.world, self.device), self.world.size)
         self.strategy = STRATEGIES[self.config.parallel.mode](self.config, self.world)
         self.folder = RunFolder(self.config, self.world)
@@ -142,13 +142,13 @@ class Trainer(Run):
         """
         self.stop_reason, self._ending, self._ended = "", False, False
         try:
-            with full_told(self.device):
+            with explain_out_of_memory(self.device):
                 self.prepare()
-            if not self.folder.made:
-                require_given(self)
+            if not self.folder.is_locked:
+                require_resume_checkpoint(self)
                 self.folder.make()
                 self.config = self.strategy.config = self.folder.config
-            with full_told(self.device), self.open_store() as self.store:
+            with explain_out_of_memory(self.device), self.open_store() as self.store:
                 self.resume()
                 self.make_room()
                 self.call(lambda callback: callback.on_fit_start(self))
@@ -237,7 +237,7 @@ class Trainer(Run):
         section, about = self.config.model, self.data.description
         if not section.base:
             return build_task(section, about)
-        return together(self.world, lambda: build_task(section, about))
+        return agree_on_errors(self.world, lambda: build_task(section, about))
 
     def make_optimizer(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """Return the optimizer of this rank's part of the model, whose parameters are `named`."""
@@ -303,7 +303,7 @@ class Trainer(Run):
         """
         if self.held_out is None:
             return None
-        self.figures = evaluated(self.config, self.places, self.engine, self.held_out, self.meter)
+        self.figures = evaluate_samples(self.config, self.places, self.engine, self.held_out, self.meter)
         return self.figures[LOSS]
 
     def save(self) -> Path:
@@ -371,7 +371,7 @@ class Trainer(Run):
         stop, failing = flags.tolist()
         if stop:
             self._ending = True
-            self.stop_reason = self.stop_reason or "another rank was asked to"
+            self.stop_reason = self.stop_reason or "another rank requested it"
             self.say(f"stopping after step {self.step}: {self.stop_reason}")
         if failing:
             self.store.finish()

@@ -70,7 +70,7 @@ def import_plain(file: Path, run: Path, arguments: Sequence[str]) -> Path:
         if config is not None:
             require_model_of(config, {name: tensor.shape for name, tensor in tensors.items()}, str(file))
 
-    with kept_settings(run, config) if config is not None else nullcontext():
+    with write_settings(run, config) if config is not None else nullcontext():
         return import_weights(file, run / CHECKPOINTS, check)
 
 
@@ -88,12 +88,14 @@ def settings_of(run: Path, arguments: Sequence[str]) -> Config:
     if not os.path.lexists(file):
         return Config.from_args([*arguments, "--run.dir", str(run)])
     if arguments:
-        raise InputError(f"{file} has this run's settings already, so {arguments[0]} has no place; change it there")
+        raise InputError(
+            f"{file} already has this run's settings, so {arguments[0]} is refused; change that file instead"
+        )
     return Config.from_args([str(file)])
 
 
 @contextmanager
-def kept_settings(run: Path, config: Config) -> Iterator[None]:
+def write_settings(run: Path, config: Config) -> Iterator[None]:
     """Write the settings into the run's folder if it has none; remove them again if the import in the block fails.
 
     The checkpoint is written last, so a folder with a checkpoint comes from an import that succeeded.
@@ -131,27 +133,27 @@ def require_model_of(config: Config, shapes: Shapes, origin: str) -> None:
     mismatches = list(islice(differences(every, shapes, later), _SHOWN))
     if mismatches:
         raise InputError(
-            f"{origin} is not of the run's model: {'; '.join(mismatches)}; mend [model] or give other weights"
+            f"{origin} does not match the run's model: {'; '.join(mismatches)}; fix [model], or give other weights"
         )
 
 
-def differences(wanted: Shapes, given: Shapes, optional: set[str] | frozenset[str] = frozenset()) -> Iterator[str]:
+def differences(expected: Shapes, actual: Shapes, optional: set[str] | frozenset[str] = frozenset()) -> Iterator[str]:
     """Yield descriptions of missing tensors, tensors of another shape, and surplus tensors.
 
     Args:
-        wanted: Shapes of the model's tensors, by name.
-        given: Shapes of the tensors that exist, by name.
-        optional: Names in `wanted` that may be missing.
+        expected: Shapes of the model's tensors, by name.
+        actual: Shapes of the tensors that exist, by name.
+        optional: Names in `expected` that may be missing.
     """
-    for name, shape in wanted.items():
-        if name not in given:
+    for name, shape in expected.items():
+        if name not in actual:
             if name not in optional:
                 yield f"{name} {list(shape)} is missing"
-        elif tuple(given[name]) != tuple(shape):
-            yield f"{name} is {list(given[name])} and not {list(shape)}"
-    for name in given:
-        if name not in wanted:
-            yield f"{name!r:.100} is none of the model's"
+        elif tuple(actual[name]) != tuple(shape):
+            yield f"{name} is {list(actual[name])} instead of {list(shape)}"
+    for name in actual:
+        if name not in expected:
+            yield f"{name!r:.100} is not in the model"
 
 
 def import_folder(source: Path, run: Path, arguments: Sequence[str]) -> Path:
@@ -178,8 +180,8 @@ def import_folder(source: Path, run: Path, arguments: Sequence[str]) -> Path:
     for key, value in preset.items():
         if existing and model[key] != value and model[key] != 0:
             raise InputError(
-                f"{run / CONFIG} has model.{key} {model[key]}, and {source} {value}; set it to that, or give a new run "
-                "folder"
+                f"{run / CONFIG} has model.{key} {model[key]}, but {source} has {value}; change it to "
+                f"{value}, or give a new run folder"
             )
     model |= {key: model[key] or preset.get(key, 0) for key in ("vocabulary", "hidden", "max_positions")}
     files = _weight_files(source)
@@ -193,13 +195,13 @@ def import_folder(source: Path, run: Path, arguments: Sequence[str]) -> Path:
     shapes = {name: tuple(tensors[saved].shape) for name, saved in named.items()}
     if mismatches := list(islice(differences({part.theirs: part.shape for part in parts}, shapes), _SHOWN)):
         raise InputError(
-            f"{source} is not of the model that its {CONFIG_JSON} says: {'; '.join(mismatches)}; mend either"
+            f"the tensors of {source} do not match its {CONFIG_JSON}: {'; '.join(mismatches)}; fix one of them"
         )
     ours = from_theirs(parts, {name: tensors[saved] for name, saved in named.items()}, model["tied"])
     if existing or "path" in config.data.model_fields_set:
         require_model_of(config, {name: tensor.shape for name, tensor in ours.items()}, str(source))
     size = sum(file.stat().st_size for file in files)
-    with kept_settings(run, config):
+    with write_settings(run, config):
         _copy_tokenizer(source, run)
         return make_first_checkpoint(
             run / CHECKPOINTS, source, ours, size, {"task": _task(config, model["vocabulary"])}
@@ -261,8 +263,7 @@ def _export_theirs(folder: Path, out: Path, most: int) -> int:
     saved = read_saved_model(folder)
     if isinstance(saved.manifest.values.get(BASE), dict):
         raise InputError(
-            f"{folder} holds adapters alone; python -m mpitrain.adapters merge {saved.run} {out} writes the model with "
-            "them"
+            f"{folder} contains only adapters; write the model with python -m mpitrain.adapters merge {saved.run} {out}"
         )
     module = saved.load().module
     assert isinstance(module, Facade)
@@ -293,13 +294,15 @@ def _weight_files(source: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
             if not names or any(Path(each).name != each for each in names):
-                raise ValueError("it names files outside of the folder, or none")
+                raise ValueError("it names no files, or files outside the folder")
         except OSError as error:
             raise InputError(f"{index}: {error.strerror or error}") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise InputError(f"{index} is no index of weights: {str(error).splitlines()[0]}") from None
+            raise InputError(f"{index} is not an index of weights: {str(error).splitlines()[0]}") from None
         return [source / each for each in names]
-    raise InputError(f"{source} has neither {' nor '.join(_WEIGHTS)}, nor an index of several; give the model's folder")
+    raise InputError(
+        f"{source} has neither {' nor '.join(_WEIGHTS)}, nor an index of such files; give the model's folder"
+    )
 
 
 def _model_of(folder: Path, manifest: Manifest) -> tuple[dict[str, Any], int]:
@@ -309,7 +312,7 @@ def _model_of(folder: Path, manifest: Manifest) -> tuple[dict[str, Any], int]:
         file = folder.parent.parent / CONFIG
         if not file.is_file():
             raise InputError(
-                f"{folder} does not say what model it holds, and {file} is missing; put the run's settings there"
+                f"{folder} does not contain the model's settings, and {file} is missing; copy the run's settings there"
             )
         settings = Config.from_args([str(file)]).model.model_dump()
     model = Config.from_dict({"model": settings}, str(folder)).model.model_dump()
@@ -330,7 +333,7 @@ def _present(folder: Path, manifest: Manifest, parts: list[NamedPart]) -> list[N
         expected[part.ours] = (part.first + shape[0], *shape[1:])
     shapes = {n.removeprefix(MODEL): spec.shape for n, spec in manifest.tensors.items() if n.startswith(MODEL)}
     if mismatches := list(islice(differences(expected, shapes), _SHOWN)):
-        raise InputError(f"{folder} is not of the model that its settings say: {'; '.join(mismatches)}")
+        raise InputError(f"{folder} does not match the model in its settings: {'; '.join(mismatches)}")
     return parts
 
 

@@ -113,7 +113,7 @@ TRAINING = (
     Moment("metrics", "mpitrain.monitor.run_files:MetricsWriter.write", STEP, who="first"),
 )
 RESTORING = (
-    Moment("lock", "mpitrain.trainer.folder:RunFolder._occupy", who="first"),
+    Moment("lock", "mpitrain.trainer.folder:RunFolder._make_and_lock", who="first"),
     Moment("data opened", "mpitrain.trainer.trainer:open_data"),
     Moment("folders ready", "mpitrain.checkpoint.store:Store.prepare"),
     Moment("leftovers", "mpitrain.checkpoint.folders:remove_leftovers", who="first"),

@@ -16,8 +16,8 @@ from mpitrain.monitor import read_metrics
 
 LIMIT = 240.0  # seconds for what takes a few: on a busy machine ranks take minutes to import torch
 GOING_ON = re.compile(
-    r"mpitrain: ranks? ([\d, ]+) died; going on from step (\d+) with (\d+) ranks?(?: \(\d+ waiting\))?, "
-    r"step \d+ done (?:at most )?([\d.]+) s after the fault"
+    r"mpitrain: ranks? ([\d, ]+) died; continuing from step (\d+) with (\d+) ranks?(?: \(\d+ waiting\))?, "
+    r"step \d+ done (?:at most )?([\d.]+) s after the failure"
 )
 
 

@@ -184,7 +184,7 @@ def test_where_nothing_fits_the_newest_copy_is_saved_for_a_restart(tmp_path, arg
     finally:
         job.end(75)
     message = re.search(
-        r"1 rank is left, which does not fit: too few for .*; step (\d+) is saved; start the job", job.said
+        r"1 rank is left, which cannot train: too few for .*; step (\d+) was saved; start the job", job.said
     )
     assert message is not None and int(message[1]) >= 14
     again = Job(tmp_path / "r", 2, arguments)
@@ -234,7 +234,7 @@ def test_training_goes_on_without_a_host_that_is_cut_off(tmp_path, hosts, across
     assert job.is_told(seconds, measured, at_most=True), (seconds, measured)
     assert 4 < seconds < 20  # 8 s of silence, then what takes no time
     assert all("4 of 6 ranks are left" in job.log(rank) for rank in range(6) if rank not in victims)
-    assert all("cut off from ranks" in job.log(rank) for rank in victims)
+    assert all("without a connection to ranks" in job.log(rank) for rank in victims)
     assert "it is ended with exit code 137" in job.said and "8 minutes" not in job.said
     same_run(tmp_path / "r", undisturbed)
 
@@ -246,7 +246,10 @@ def test_a_job_whose_first_host_is_cut_off_from_most_ranks_ends_for_a_restart(ho
         hosts.cut(1)
     finally:
         job.end(-signal.SIGKILL)
-    assert "1 of 3 ranks are left, cut off from ranks 1, 2, which may go on; start the job again" in job.said
+    assert (
+        "1 of 3 ranks are left, without a connection to ranks 1, 2, which may still run; start the job again"
+        in job.said
+    )
 
 
 def test_what_does_not_go_on_across_nodes_is_refused_and_what_ends_early_is_told(across):

@@ -133,7 +133,7 @@ def test_a_job_goes_on_to_the_same_bits_whatever_asks_it_to_stop(slurm, tmp_path
     number = training.submit("--nodes=2", "--time=10", "--signal=B:USR1@60", more=KEEP_NONE)
     asks = {
         "got USR1": lambda: slurm.call("scancel", "--batch", "--signal=USR1", number),
-        "run/stop is there": lambda: (training.run / "stop").touch(),
+        "run/stop exists": lambda: (training.run / "stop").touch(),
         "Slurm has queued it again by itself": lambda: slurm.preempt(number, tmp_path),
         "asking the job to save": lambda: slurm.call("scontrol", "update", f"JobId={number}", "TimeLimit=2"),
     }

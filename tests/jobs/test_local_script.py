@@ -73,7 +73,7 @@ class Newcomer:
         result = self.run(*before, self.clone / "jobs" / "local.sh", "--train.steps", 2, N="2", **environment)
         assert result.returncode == 0, result.stderr
         assert "done at step 2 of 2" in result.stdout
-        assert re.search(r"go on  +N=2 \S.*/jobs/local\.sh runs/\S+/config\.toml --train\.steps 4\n", result.stdout)
+        assert re.search(r"continue  +N=2 \S.*/jobs/local\.sh runs/\S+/config\.toml --train\.steps 4\n", result.stdout)
         assert not FLAWS.search(result.stdout + result.stderr), result.stdout + result.stderr
 
     def trains_with_closed_memory(self, **environment: str) -> None:

@@ -18,7 +18,7 @@ from mpitrain.planner.machine import SECONDS, SECTIONS, TEXT
 from mpitrain.planner.machine import profile_of as machine_of
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import BlockProfile, profile_of
-from mpitrain.trainer.settings import fitting
+from mpitrain.trainer.settings import require_device_kind
 
 INT = np.dtype("int64")
 TOKENS = Description("tokens", "train", 1000, (32,), INT, (32,), INT, 256, None, "x")
@@ -121,7 +121,7 @@ def test_devices_without_a_link_of_their_own_are_staged_through_the_host():
 
 def test_a_profile_of_another_kind_of_device_is_refused_where_a_job_plans_for_itself():
     cuda = machine_of(MACHINES["devices"], "a test")
-    assert fitting(cuda, "parallel.machine a.toml", "auto", torch.device("cuda", 0)) is cuda
+    assert require_device_kind(cuda, "parallel.machine a.toml", "auto", torch.device("cuda", 0)) is cuda
     for device in ("xpu", "cpu"):
-        with pytest.raises(InputError, match=f"kind cuda, and this job computes on {device}"):
-            fitting(cuda, "parallel.machine a.toml", "auto", torch.device(device))
+        with pytest.raises(InputError, match=f"kind cuda, but this job computes on {device}"):
+            require_device_kind(cuda, "parallel.machine a.toml", "auto", torch.device(device))

@@ -37,7 +37,7 @@ from mpitrain.shard.flat import blocks_of
 from mpitrain.shard.parameters import shard_order
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.tensor import parallelize, plan_for
-from mpitrain.trainer.assemble import tried_out
+from mpitrain.trainer.assemble import resolve_cut
 from mpitrain.trainer.data import microbatch_size
 
 INT, FLOAT = np.dtype("int64"), np.dtype("float32")
@@ -126,7 +126,7 @@ def start(config: Config, kind: str, nodes: int, each: int, on_device: bool) -> 
     require_compatible(begin)
     module = copy.deepcopy(task.module)
     if pipeline > 1:
-        tried_out(config, mesh, task, cast(Any, Samples(kind)))
+        resolve_cut(config, mesh, task, cast(Any, Samples(kind)))
     if tensor > 1:
         plan = plan_for(module, sequence=parallel.sequence)
         parallelize(module, StandIn(tensor), plan, sequence=parallel.sequence, whole=parallel.whole)

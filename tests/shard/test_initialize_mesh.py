@@ -354,7 +354,7 @@ def test_what_cannot_be_is_told_in_one_line(world):
     odd = {"train": {"batch": 7, "microbatch": 2}, "parallel": {"pipeline": 2}}
     refused(world, "train.batch 7 is not 2 x 3 x 1 ranks", lambda: mt.initialize(net(), config=odd))
     none = {"parallel": {"pipeline": 2}}
-    refused(world, "a pipeline takes the microbatches of a step together: set train.batch", lambda: mt.initialize(
+    refused(world, "a pipeline computes all microbatches of a step in one call: set train.batch", lambda: mt.initialize(
         net(), config=none))  # fmt: skip
     engine = made(optim=ADAMW, pipeline=2)
     coming = microbatches(engine)

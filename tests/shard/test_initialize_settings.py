@@ -103,15 +103,15 @@ def test_a_configuration_as_people_have_it_is_taken_with_what_is_off_named():
         ({"checkpoint": {"every": 100}}, "checkpoint.every"),
         ({"parallel": {"data": 3}}, "parallel.data"),
         ({"parallel": {"mode": "local"}}, "parallel.mode"),
-        ({"optim": {"lr": 0.1}}, "optim.lr beside an optimizer of your own"),
-        ({"train": {"steps": 100}}, "train.steps beside an optimizer of your own"),
+        ({"optim": {"lr": 0.1}}, "optim.lr because you pass your own optimizer"),
+        ({"train": {"steps": 100}}, "train.steps because you pass your own optimizer"),
         ({"elastic": {"mode": "shrink"}}, "elastic.mode"),
     ],
 )
 def test_a_key_of_ours_that_initialize_does_nothing_with_is_named(values, named):
     with pytest.raises(InputError, match=named):
         from_config(Config.from_dict(values), 2, own_optimizer=True)
-    with pytest.raises(InputError, match=r"run\.toml: mt\.initialize does nothing with run.seed"):
+    with pytest.raises(InputError, match=r"run\.toml: mt\.initialize ignores run.seed"):
         from_config(Config.from_dict({"run": {"seed": 1}}), 2, own_optimizer=False, origin="run.toml")
 
 
@@ -161,7 +161,7 @@ def test_of_a_runs_configuration_only_what_would_train_otherwise_is_refused():
     assert settings(**changed).without_effect == ("monitor.every", "optim.lr", "train.steps")
     assert settings(own_optimizer=False, **changed).without_effect == ("monitor.every",)
     for section, key, value in [("run", "reproducible", True), ("parallel", "mode", "local")]:
-        with pytest.raises(InputError, match=rf"^RUN/config\.toml: mt\.initialize does nothing with {section}\.{key};"):
+        with pytest.raises(InputError, match=rf"^RUN/config\.toml: mt\.initialize ignores {section}\.{key};"):
             settings(**{section: {key: value}})
     with pytest.raises(InputError, match=r"parallel.data 3 x .* does not give 2 ranks"):
         settings(parallel={"data": 3})

@@ -40,7 +40,7 @@ def save_tiny(family: str, folder: Path, **options) -> torch.nn.Module:
     return model
 
 
-def trained_in_torch(model: torch.nn.Module, config: Config) -> list[float]:
+def train_in_torch(model: torch.nn.Module, config: Config) -> list[float]:
     """Train a model of transformers in place on the batches of a run, with AdamW, and return the losses."""
     data = open_dataset(config.data.path, sequence=config.model.sequence)
     order = SampleOrder(len(data), config.run.seed)

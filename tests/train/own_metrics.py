@@ -21,7 +21,7 @@ margin.higher_is_better = True
 mean_margin.higher_is_better = False
 
 
-def unsaid(output, y):
+def without_direction(output, y):
     return 0.0
 
 
@@ -33,11 +33,11 @@ def broken(output, y):
     raise ValueError("no such thing")
 
 
-def crooked(output, y):
+def wrong_shape(output, y):
     return torch.zeros(len(y) + 1)
 
 
-class Measured(nn.Sequential):
+class WithMetrics(nn.Sequential):
     higher_is_better = {"off": False}  # noqa: RUF012
 
     def loss(self, output, y):
@@ -47,7 +47,7 @@ class Measured(nn.Sequential):
         return {"off": (output.argmax(1) != y).float(), "largest": output.amax(1).mean()}
 
 
-def measured(description, width=8):
-    """Return a `Measured` model; it is an `nn.Sequential`, so a pipeline can cut it."""
+def with_metrics(description, width=8):
+    """Return a `WithMetrics` model; it is an `nn.Sequential`, so a pipeline can cut it."""
     numbers = math.prod(description.x_shape)
-    return Measured(nn.Flatten(), nn.Linear(numbers, width), nn.ReLU(), nn.Linear(width, len(description.classes)))
+    return WithMetrics(nn.Flatten(), nn.Linear(numbers, width), nn.ReLU(), nn.Linear(width, len(description.classes)))

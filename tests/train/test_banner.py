@@ -45,8 +45,8 @@ def last_lines(monkeypatch, capsys):
     monkeypatch.setattr(console, "peak_of_ranks", lambda trainer: 512_000_000)
     monkeypatch.setattr(console.time, "monotonic", lambda: 1000.0)
 
-    def lines(trainer, *, start=0, loss=2.41234, seconds=80.0, skipped=0, row=NonFiniteSteps()) -> list[str]:
-        callback = console.Console(SimpleNamespace(row=row))
+    def lines(trainer, *, start=0, loss=2.41234, seconds=80.0, skipped=0, series=NonFiniteSteps()) -> list[str]:
+        callback = console.Console(SimpleNamespace(series=series))
         trainer.began, trainer.start, trainer.skipped = 900.0, start, skipped
         callback._loss, callback._step_seconds = loss, seconds
         if trainer.held_out is not None:
@@ -58,7 +58,7 @@ def last_lines(monkeypatch, capsys):
     return lines
 
 
-def test_the_banner_tells_what_runs_where(monkeypatch):
+def test_banner_of_a_new_run(monkeypatch):
     monkeypatch.setattr(console.torch, "get_num_threads", lambda: 1)
     lines = console.banner(run()).splitlines()
     assert lines == [
@@ -67,55 +67,55 @@ def test_the_banner_tells_what_runs_where(monkeypatch):
         "  MPI          Open MPI 5.0.11",
         "  model        gpt, 429,568 parameters",
         "  data         data/mine",
-        "  samples      183,421 of 128 tokens, 2,048 held out",
-        "  batch        32 samples, at most 4 per rank and pass",
-        "  steps        300 (0.0523 passes over the data)",
+        "  samples      183,421 for training, 2,048 held out, 128 tokens each",
+        "  batch        32 samples, at most 4 per rank and forward pass",
+        "  steps        300 (0.0523 epochs)",
         "  precision    fp32",
         "  run folder   runs/first",
     ]
 
 
-def test_the_banner_tells_a_resume_and_further_facts():
+def test_banner_of_a_resumed_run():
     text = console.banner(run(step=100, tokens=0, held_out=False, warm_up="8 up to step 3"))
-    assert "\n  samples      183,421\n" in text
-    assert "300, from step 100 (" in text
+    assert "\n  samples      183,421 for training\n" in text
+    assert "300, resumed after step 100 (" in text
     assert text.endswith("\n  warm-up      8 up to step 3")
 
 
-def test_the_closing_lines_tell_the_result_and_what_to_do_next(last_lines):
+def test_closing_lines_show_results_and_next_commands(last_lines):
     assert last_lines(run(step=300), start=100) == [
         "done at step 300 of 300 (200 since the resume)",
         "  loss                2.4123",
         "  held-out loss       2.4400",
         "  held-out accuracy   0.91",
         "  throughput          80 samples/s (10.2k tokens/s) in steps",
-        "  time                0:01:40, 0:01:20 of it in 200 steps",
-        "  peak memory         512MB per rank at most",
+        "  time                0:01:40, of which 0:01:20 in 200 steps",
+        "  peak memory         at most 512MB per rank",
         "  run folder          runs/first",
-        "  go on               mpirun ... --run.resume true",
+        "  continue            mpirun ... --run.resume true",
         "  inspect             python -m mpitrain.report runs/first",
     ]
 
 
-def test_a_run_cut_short_or_without_a_step_says_so(last_lines):
+def test_closing_lines_of_a_stopped_run_and_without_steps(last_lines):
     stopped = "\n".join(last_lines(run(step=150, held_out=False, tokens=0)))
     assert stopped.startswith("stopped at step 150 of 300\n") and "  resume " in stopped
     assert "held-out" not in stopped and "tokens" not in stopped
     idle = "\n".join(last_lines(run(step=300), start=300, loss=math.nan, seconds=0.0))
-    assert "none: no step was taken" in idle and "throughput          none" in idle
+    assert "none, because no step was taken" in idle and "throughput          none" in idle
     assert "  loss                nan" in last_lines(run(step=300), loss=math.nan)
 
 
-def test_a_run_that_ended_early_or_learned_nothing_says_why(last_lines):
+def test_closing_lines_give_the_reason_for_an_early_end(last_lines):
     early = last_lines(run(step=150, stop="no better since step 100"), skipped=1)
     assert early[0] == "done at step 150 of 300, no better since step 100"
     assert early[-2].endswith("--run.resume true --train.patience 0")
-    assert "  skipped             1 step, for gradients that were not finite" in early
-    bad = last_lines(run(step=300), row=NonFiniteSteps(since=200))
-    assert bad[0] == "ended at step 300 of 300, nothing learned since step 200" and "go on" not in "".join(bad)
+    assert "  skipped             1 step, because gradients were not finite" in early
+    bad = last_lines(run(step=300), series=NonFiniteSteps(since=200))
+    assert bad[0] == "ended at step 300 of 300, nothing learned since step 200" and "continue" not in "".join(bad)
 
 
-def test_numbers_read_well():
+def test_numbers_are_formatted_for_people():
     assert [short(number) for number in (0, 7.5, 999, 999.6, 1000, 12_345, 999_499, 999_501)] == [
         "0", "7.5", "999", "1k", "1k", "12.3k", "999k", "1M",
     ]  # fmt: skip

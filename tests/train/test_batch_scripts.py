@@ -159,7 +159,7 @@ class Batch:
             return []
 
 
-def delete(job: subprocess.Popen[str]) -> None:
+def terminate_all(job: subprocess.Popen[str]) -> None:
     """Send TERM to every process of the job, as `qdel` does first."""
     for path in Path("/proc").iterdir():
         with suppress(ProcessLookupError):
@@ -173,7 +173,7 @@ def batch(tmp_path):
 
 
 @pytest.mark.campaign
-def test_a_job_that_is_asked_to_stop_submits_the_next_and_one_that_is_deleted_does_not(batch):
+def test_stopped_job_submits_the_next_and_deleted_job_does_not(batch):
     first = {"ARGUMENTS": batch.arguments(), "ATTEMPTS": "5"}
     job = batch.start(1000, first)
     batch.wait_for_step(5, job, 1000)
@@ -194,7 +194,7 @@ def test_a_job_that_is_asked_to_stop_submits_the_next_and_one_that_is_deleted_do
 
     job = batch.start(1001, variables)
     batch.wait_for_step(step + 5, job, 1001)
-    delete(job)
+    terminate_all(job)
     assert batch.wait(job, 1001) == 75, batch.out(1001)
     deleted_at = batch.newest_step()
     out = batch.out(1001)
@@ -216,7 +216,7 @@ def test_a_job_that_is_asked_to_stop_submits_the_next_and_one_that_is_deleted_do
 
 
 @pytest.mark.campaign
-def test_jobs_that_fail_again_and_again_without_progress_are_given_up(batch):
+def test_jobs_that_fail_without_progress_are_not_resubmitted(batch):
     variables = {"ARGUMENTS": batch.arguments(model__factory="slow_model:broken"), "ATTEMPTS": "2"}
     for number in (1000, 1001):
         assert batch.finish(number, variables) not in (0, 2, 75), batch.out(number)
@@ -228,7 +228,7 @@ def test_jobs_that_fail_again_and_again_without_progress_are_given_up(batch):
     assert len(batch.submitted()) == 2
 
 
-def test_a_wrong_configuration_is_not_tried_again(batch):
+def test_wrong_configuration_is_not_retried(batch):
     assert batch.finish(1000, {"ARGUMENTS": "--train.stepps 5"}) == 2
     assert "train.steps" in batch.out(1000) and not batch.submitted()
 
@@ -253,7 +253,7 @@ exec "$@"
 """
 
 
-def with_devices(batch: Batch, **variables: str) -> str:
+def run_with_devices(batch: Batch, **variables: str) -> str:
     """Run jobs/train.sbatch on one node with two devices and return its output."""
     real, *options = launcher(2)
     arguments = batch.arguments(train__steps=2, model__factory="slow_model:quick").split()
@@ -282,7 +282,7 @@ def with_devices(batch: Batch, **variables: str) -> str:
 
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 @pytest.mark.parametrize(
-    ("asked", "sees"),
+    ("variables", "expected"),
     [
         ({"SLURM_GPUS_PER_TASK": "1"}, "a rank sees 2"),  # mpirun
         pytest.param({"SLURM_GPUS_PER_NODE": "2"}, "a rank sees 2", marks=pytest.mark.full),  # mpirun
@@ -291,11 +291,11 @@ def with_devices(batch: Batch, **variables: str) -> str:
     ],
     ids=["mpirun-per-task", "mpirun-per-node", "srun-per-node", "srun-per-task"],
 )
-def test_each_rank_of_a_batch_job_has_a_device_of_its_own(batch, device, asked, sees):
+def test_each_rank_of_a_batch_job_has_its_own_device(batch, device, variables, expected):
     (batch.folder / "slow_model.py").write_text(FACTORY + "\ndef quick(description):\n    return Slow(0)\n")
-    out = with_devices(batch, **asked)
-    assert sees in out and "each rank has its own: 0 pretend:0 (pretend-0)" in out, out
-    assert ("1 pretend:0 (pretend-1)" if sees.endswith("1") else "1 pretend:1 (pretend-1)") in out
+    out = run_with_devices(batch, **variables)
+    assert expected in out and "each rank has its own: 0 pretend:0 (pretend-0)" in out, out
+    assert ("1 pretend:0 (pretend-1)" if expected.endswith("1") else "1 pretend:1 (pretend-1)") in out
     trained = out.partition(" warning")[2]  # the doctor's last line
     assert "2 ranks on 1 nodes" in out and "1 x Pretend 0, 1 x Pretend 1" in trained and "done" in trained, out
     assert {line["world_size"] for line in batch.metrics()} == {2}
@@ -303,7 +303,7 @@ def test_each_rank_of_a_batch_job_has_a_device_of_its_own(batch, device, asked, 
 
 # -- how ranks are counted, bound and started: Slurm's commands and python are scripts of the test, mpirun is real
 
-SITE_OF = {
+SITE_COMMANDS = {
     "scontrol": f"""#!/usr/bin/env bash
 case "$*" in
 *"show config") echo "MpiDefault              = $DEFAULT" ;;
@@ -328,9 +328,9 @@ esac
 }
 
 
-def on_a_site(folder: Path, **variables: str) -> tuple[str, list[str]]:
+def run_on_site(folder: Path, **variables: str) -> tuple[str, list[str]]:
     """Run jobs/train.sbatch on a node of CPUS threads and CORES cores; return its output and the srun record."""
-    for name, content in SITE_OF.items():
+    for name, content in SITE_COMMANDS.items():
         (folder / "bin").mkdir(exist_ok=True)
         (folder / "bin" / name).write_text(content)
         (folder / "bin" / name).chmod(0o755)
@@ -370,26 +370,26 @@ def on_a_site(folder: Path, **variables: str) -> tuple[str, list[str]]:
     ],
     ids=["pmi2", "pmix", "cray", "cray is listed", "default", "variable"],
 )
-def test_srun_is_asked_for_the_kind_of_pmi_that_the_site_has(tmp_path, site, option):
-    _, started = on_a_site(tmp_path, **site)
+def test_srun_gets_the_pmi_of_the_site(tmp_path, site, option):
+    _, started = run_on_site(tmp_path, **site)
     assert len(started) == 2 and all(line.startswith(f"srun {option}--nodes=1 --ntasks=8 ") for line in started)
 
 
 @pytest.mark.parametrize(
-    ("asked", "ranks", "cpus"),
+    ("variables", "ranks", "cpus"),
     [({}, 4, 2), ({"SLURM_CPUS_PER_TASK": "3"}, 2, 4), ({"RANKS": "8"}, 8, 1), ({"CORES": "8"}, 8, 1)],
     ids=["a core each", "two cores each", "hardware threads", "CPUs that are cores"],
 )
-def test_ranks_get_whole_cores_where_slurm_counts_hardware_threads(tmp_path, asked, ranks, cpus):
-    _, started = on_a_site(tmp_path, **{"CORES": "4"} | asked)
+def test_ranks_get_whole_cores_where_slurm_counts_hardware_threads(tmp_path, variables, ranks, cpus):
+    _, started = run_on_site(tmp_path, **{"CORES": "4"} | variables)
     assert f"--ntasks={ranks} --ntasks-per-node={ranks} " in started[-1] and f" cpus {cpus} " in started[-1], started
 
 
 @pytest.mark.parametrize(
-    ("asked", "bound"), [({}, ["core"]), ({"RANKS": "2"}, ["hwt", "hwt"])], ids=["cores", "hardware threads"]
+    ("variables", "bound"), [({}, ["core"]), ({"RANKS": "2"}, ["hwt", "hwt"])], ids=["cores", "hardware threads"]
 )
 @pytest.mark.skipif(os.cpu_count() < 2, reason="needs two processors, which are said to be one core")
-def test_open_mpi_finds_room_for_the_ranks_on_a_core_of_two_hardware_threads(tmp_path, asked, bound):
+def test_open_mpi_places_two_ranks_on_a_core_with_two_hardware_threads(tmp_path, variables, bound):
     topology = {"HWLOC_SYNTHETIC": "package:1 core:1 pu:2", "HWLOC_THISSYSTEM": "1"}
     machine = topology | {"CPUS": "2", "CORES": "1", "LIBRARY": "Open MPI v5.0.11", "OMPI_MCA_osc": "^ucx"}
     (tmp_path / "bin").mkdir()
@@ -399,15 +399,15 @@ def test_open_mpi_finds_room_for_the_ranks_on_a_core_of_two_hardware_threads(tmp
     (tmp_path / "bin/cat").chmod(0o755)
     slots = {"PRTE_MCA_prte_default_hostfile": str(tmp_path / "hosts")}
     (tmp_path / "hosts").write_text("localhost slots=2\n")
-    out, _ = on_a_site(tmp_path, **machine, **slots, **asked)
+    out, _ = run_on_site(tmp_path, **machine, **slots, **variables)
     bindings = re.findall(r"Rank \d bound to package\[0\]\[(\w+):", out)
     assert bindings[-len(bound) :] == bound and "more processes than the ppr" not in out, out
 
 
-def test_a_file_of_the_site_is_read_first_and_the_ranks_have_its_environment_also_after_export_none(tmp_path):
+def test_site_file_is_read_first_and_its_environment_reaches_the_ranks(tmp_path):
     site = tmp_path / "site.sh"
     site.write_text('[ "$NO_SUCH_VARIABLE" = "" ]\nexport SITE_SAYS=loaded\n')
-    _, started = on_a_site(tmp_path, SITE=str(site), SLURM_EXPORT_ENV="NONE")
+    _, started = run_on_site(tmp_path, SITE=str(site), SLURM_EXPORT_ENV="NONE")
     assert len(started) == 2 and all(" export ALL " in line and line.endswith(" site loaded") for line in started)
     with pytest.raises(AssertionError, match="which is not there"):
-        on_a_site(tmp_path, SITE=str(tmp_path / "nowhere.sh"))
+        run_on_site(tmp_path, SITE=str(tmp_path / "nowhere.sh"))

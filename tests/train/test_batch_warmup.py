@@ -21,8 +21,8 @@ from mpitrain.monitor import read_metrics
 
 GPT = {"layers": 2, "width": 32, "heads": 2, "sequence": 32}
 WARMUP = [[2, 2], [3, 5], [1, 8]]
-TAKEN = [2, 2, 5, 5, 5, 8, 12, 12]  # samples of each step
-TRAIN = {"steps": len(TAKEN), "batch": 12, "batch_warmup": WARMUP, "microbatch": 2, "evaluate_samples": 8}
+SIZES = [2, 2, 5, 5, 5, 8, 12, 12]  # samples of each step
+TRAIN = {"steps": len(SIZES), "batch": 12, "batch_warmup": WARMUP, "microbatch": 2, "evaluate_samples": 8}
 CLOCKS = ("time", "step_s", "tokens_per_s", "memory_bytes", "memory", "between_nodes_bytes", "between_groups_bytes")
 
 
@@ -35,22 +35,22 @@ def column(lines, name):
     return [line[name] for line in lines]
 
 
-def told(lines):
+def comparable(lines):
     """Return the metrics without those that depend on the machine."""
     return [{name: value for name, value in line.items() if name not in CLOCKS} for line in lines]
 
 
-def test_sizes_and_positions_of_all_steps_follow_from_the_number_of_steps():
+def test_batch_sizes_and_positions_of_all_steps():
     sizes = BatchSizes(tuple(map(tuple, WARMUP)), 12)
-    for step, size in enumerate([*TAKEN, 12, 12]):
+    for step, size in enumerate([*SIZES, 12, 12]):
         assert sizes.size(step) == size
         assert sizes.before(step + 1) == sizes.before(step) + size and sizes.before(0) == 0
         assert sizes.steps(sizes.before(step)) == step
-        assert sizes.after(step) == sorted({size, *TAKEN[step:], 12})
+        assert sizes.after(step) == sorted({size, *SIZES[step:], 12})
     assert BatchSizes((), 3).warmup_after(7) == () and BatchSizes((), 3).before(7) == 21
 
 
-def test_every_rank_reads_its_share_of_each_batch_from_any_step_on(tmp_path, monkeypatch):
+def test_ranks_read_their_share_of_each_batch_from_any_step(tmp_path, monkeypatch):
     monkeypatch.setattr(dataset, "_AHEAD", 16)  # places that are looked up at once
     np.save(tmp_path / "x.npy", np.arange(97.0))
     np.save(tmp_path / "y.npy", np.arange(97))
@@ -77,12 +77,12 @@ def test_every_rank_reads_its_share_of_each_batch_from_any_step_on(tmp_path, mon
     ],
     ids=str,
 )
-def test_losses_and_samples_through_a_warm_up_are_those_of_one_rank(world, folder, text, parallel):
+def test_warm_up_has_the_losses_and_samples_of_one_rank(world, folder, text, parallel):
     least = {"batch_warmup": [[2, 3], *WARMUP[1:]]} if parallel.get("mode") else {}  # each worker needs a sample
     alone = world.subgroup([world.rank])
     lines = run(world, folder / "many", **settings(text, parallel=parallel, train=TRAIN | least))
     reference = run(alone, folder / f"alone-{world.rank}", **settings(text, train=TRAIN | least))
-    sizes = [3, 3, *TAKEN[2:]] if least else TAKEN
+    sizes = [3, 3, *SIZES[2:]] if least else SIZES
     assert column(lines, "samples") == sizes and column(lines, "tokens") == [size * 32 for size in sizes]
     assert [len(ids) for ids in column(lines, "ids")] == sizes
     in_order = open_dataset(text, sequence=32).order(Config().run.seed).ids(0, sum(sizes)).tolist()
@@ -95,7 +95,7 @@ def test_losses_and_samples_through_a_warm_up_are_those_of_one_rank(world, folde
 
 
 @pytest.mark.ranks(2)
-def test_pipelines_and_reproducible_runs_warm_up_alike(world, folder, text):
+def test_warm_up_of_pipelines_and_reproducible_runs(world, folder, text):
     alone = world.subgroup([world.rank])
     reference = run(alone, folder / f"alone-{world.rank}", **settings(text))
     staged = settings(text, parallel={"pipeline": 2}, train=TRAIN | {"microbatch": 0})
@@ -117,7 +117,7 @@ def test_pipelines_and_reproducible_runs_warm_up_alike(world, folder, text):
         pytest.param("local", marks=pytest.mark.ranks(2)),
     ],
 )
-def test_a_run_that_was_stopped_in_the_warm_up_goes_on_with_the_bits_of_one_that_was_not(world, folder, text, mode):
+def test_run_stopped_in_the_warm_up_resumes_with_the_same_bits(world, folder, text, mode):
     warmup = [[2, 6], [3, 6 + 6 * (mode == "local")], [1, 18]]
     train = {"steps": 8, "batch": 24, "batch_warmup": warmup, "evaluate_samples": 8}
     parallel = {"mode": mode} | ({"local_steps": 2, "outer": "nesterov"} if mode == "local" else {})
@@ -133,13 +133,13 @@ def test_a_run_that_was_stopped_in_the_warm_up_goes_on_with_the_bits_of_one_that
     world.barrier()
     resumed = run(world, folder / "resumed", **sections)
     assert column(resumed, "samples") == [6, 6, *[warmup[1][1]] * 3, 18, 24, 24]
-    assert told(resumed) == told(whole)
+    assert comparable(resumed) == comparable(whole)
     states = [load_model(folder / name).state_dict() for name in ("whole", "resumed")]
     assert all(states[0][name].equal(states[1][name]) for name in states[0])
 
 
 @pytest.mark.ranks(3)
-def test_groups_that_average_warm_up_as_replicas_in_one_process_do(world, folder, text):
+def test_local_groups_warm_up_like_replicas_in_one_process(world, folder, text):
     train = {"steps": 8, "batch": 12, "batch_warmup": [[1, 3], [4, 6]], "clip": 0.7, "evaluate_samples": 8}
     parallel = {"mode": "local", "local_steps": 3, "warm": 1}
     sections = settings(text, train=train, parallel=parallel)
@@ -151,7 +151,7 @@ def test_groups_that_average_warm_up_as_replicas_in_one_process_do(world, folder
 
 
 @pytest.mark.ranks(2)
-def test_what_a_warm_up_cannot_do_is_one_line_before_the_first_step(world, folder, text):
+def test_unsupported_warm_ups_are_refused_before_the_first_step(world, folder, text):
     if world.rank == 0:
         np.save(folder / "x.npy", np.random.default_rng(0).random((60, 12, 12), np.float32))
         np.save(folder / "y.npy", np.arange(60) % 3)

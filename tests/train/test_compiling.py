@@ -15,7 +15,7 @@ GPT = {"layers": 1, "width": 32, "heads": 2, "sequence": 8}
 
 @pytest.mark.campaign
 @pytest.mark.ranks(1, 2)
-def test_compiled_blocks_give_the_losses_of_the_model_as_it_is(world, folder, text):
+def test_compiled_blocks_give_the_losses_of_the_uncompiled_model(world, folder, text):
     losses = []
     for compiled in (False, True):
         sections = {"data": {"path": text}, "model": GPT | {"dropout": 0.1, "compile": compiled}}
@@ -26,7 +26,7 @@ def test_compiled_blocks_give_the_losses_of_the_model_as_it_is(world, folder, te
 
 
 @pytest.mark.ranks(2)
-def test_what_does_not_compile_is_refused_at_the_start(world, folder, text):
+def test_models_that_cannot_be_compiled_are_refused(world, folder, text):
     def refused(model, why, zero=0):
         config = {
             "model": {"compile": True},
@@ -45,7 +45,7 @@ def test_what_does_not_compile_is_refused_at_the_start(world, folder, text):
             run(world, folder / str(number), model=GPT | {"compile": True}, data={"path": text}, **sections)
 
 
-def test_a_compiler_that_is_missing_is_named_at_the_start(device):
+def test_missing_compiler_is_named(device):
     import torch._inductor.config as inductor
 
     names = "Triton for pretend" if device.type == "pretend" else r"a C\+\+ compiler on the CPU"

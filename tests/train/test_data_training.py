@@ -19,7 +19,7 @@ from mpitrain.loading import load_task
 from mpitrain.models import build_model
 from mpitrain.monitor import read_metrics
 from mpitrain.monitor.run_files import summary
-from mpitrain.trainer.held_out.measuring import evaluated
+from mpitrain.trainer.held_out.measuring import evaluate_samples
 from mpitrain.trainer.recording.records import figures_text
 from mpitrain.trainer.run import Callback
 from mpitrain.trainer.trainer import Trainer
@@ -63,7 +63,7 @@ def settings(data, parallel=(), **train):
     }
 
 
-def by_the_formula(config, data):
+def loss_by_formula(config, data):
     """Return the loss in plain torch: the mean over samples of each sample's mean over its unmasked targets."""
     torch.manual_seed(config.run.seed)
     model = build_model(config.model, data.description).module
@@ -79,12 +79,12 @@ def by_the_formula(config, data):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_masked_losses_are_those_of_the_formula_on_one_to_three_ranks(world, place, pairs):
+def test_masked_losses_match_the_formula_on_any_number_of_ranks(world, place, pairs):
     alone = world.subgroup([0])
     reference = run(alone, place / "alone", **settings({"path": pairs})) if alone is not None else None
     reference = world.broadcast_object(reference)
     config = Config.from_dict(settings({"path": pairs}))
-    formula = by_the_formula(config, open_dataset(pairs, sequence=24))
+    formula = loss_by_formula(config, open_dataset(pairs, sequence=24))
     assert reference[0]["loss"] == pytest.approx(formula, rel=1e-5)
     for number, parallel in enumerate(CASES[world.size]):
         lines = run(world, place / f"masked-{world.size}-{number}", **settings({"path": pairs}, parallel))
@@ -96,25 +96,25 @@ def test_masked_losses_are_those_of_the_formula_on_one_to_three_ranks(world, pla
 
 @pytest.mark.ranks(2)
 def test_slices_of_masked_sequences_are_refused(world, place, pairs):
-    with pytest.raises(InputError, match="slices 2 cannot weigh targets that are not trained on"):
+    with pytest.raises(InputError, match="slices 2 does not support data with masked targets"):
         run(world, place / "sliced", **settings({"path": pairs}, {"pipeline": 2, "slices": 2}))
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_a_mix_trains_on_the_same_samples_on_one_to_three_ranks_and_through_restarts(world, place, text, pairs):
+def test_mix_has_the_same_samples_on_any_number_of_ranks_and_after_restarts(world, place, text, pairs):
     exact = world.size != 3  # whose sums no other number of ranks can have
     options = settings({"mix": {text: 0.7, pairs: 0.3}, "record_ids": True}) | {"optim": {"schedule": "constant"}}
 
-    def trained(comm, folder, steps, **data):
+    def train(comm, folder, steps, **data):
         sections = options | {"train": options["train"] | {"steps": steps}, "data": options["data"] | data}
         sections["run"] = {"reproducible": exact, "workers": 4, "dir": str(place / folder)}
         return [[line["loss"], line["ids"]] for line in run(comm, place / folder, **sections)]
 
     alone = world.subgroup([0])
-    reference = world.broadcast_object(trained(alone, "mix-alone", STEPS) if alone is not None else None)
+    reference = world.broadcast_object(train(alone, "mix-alone", STEPS) if alone is not None else None)
     folder = f"mix-{world.size}"
-    trained(world, folder, 2)
-    results = trained(world, folder, STEPS)
+    train(world, folder, 2)
+    results = train(world, folder, STEPS)
     assert [ids for _, ids in results] == [ids for _, ids in reference]
     losses, reference_losses = ([loss for loss, _ in each] for each in (results, reference))
     assert losses == reference_losses if exact else losses == pytest.approx(reference_losses, rel=1e-5)
@@ -122,7 +122,7 @@ def test_a_mix_trains_on_the_same_samples_on_one_to_three_ranks_and_through_rest
     ids = np.concatenate([ids for _, ids in reference])
     assert abs((ids < first).sum() - 0.7 * len(ids)) < 1
     with pytest.raises(InputError, match=r"was trained on another data set than data\.mix"):
-        trained(world, folder, STEPS + 1, mix={text: 0.5, pairs: 0.5})
+        train(world, folder, STEPS + 1, mix={text: 0.5, pairs: 0.5})
 
 
 class WithoutParts(Callback):
@@ -130,12 +130,13 @@ class WithoutParts(Callback):
 
     def on_evaluate(self, trainer, loss):
         parts, trainer.held_out.parts = trainer.held_out.parts, lambda chosen: {}
-        self.loss = evaluated(trainer.config, trainer.places, trainer.engine, trainer.held_out, trainer.meter)["loss"]
+        engine, meter = trainer.engine, trainer.meter
+        self.loss = evaluate_samples(trainer.config, trainer.places, engine, trainer.held_out, meter)["loss"]
         trainer.held_out.parts = parts
 
 
 @pytest.mark.ranks(2, 3)
-def test_each_data_set_of_a_mix_has_its_held_out_loss_and_that_of_all_is_the_same_bits(world, folder, text, pairs):
+def test_mix_has_a_held_out_loss_for_each_data_set(world, folder, text, pairs):
     for number, parallel in enumerate(CASES[world.size]):
         if "tensor" in parallel and "sequence" in parallel:
             continue
@@ -159,7 +160,7 @@ def test_each_data_set_of_a_mix_has_its_held_out_loss_and_that_of_all_is_the_sam
     assert f", loss of {text} " in figures_text(trainer.figures)
 
 
-def test_a_sample_none_of_whose_targets_count_has_no_loss_and_the_others_keep_theirs():
+def test_fully_masked_sample_has_no_loss():
     from mpitrain.models.losses import MaskedCrossEntropy
 
     scores = torch.randn(3, 5, 11, requires_grad=True)

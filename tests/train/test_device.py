@@ -20,7 +20,7 @@ from mpitrain.trainer.engine import LossScale
 
 STEPS, BATCH, CLIP = 8, 8, 0.3
 GPT = {"layers": 2, "width": 32, "heads": 4, "sequence": 16}
-ON_IT = pytest.mark.parametrize("device", ["pretend"], indirect=True)
+ON_DEVICE = pytest.mark.parametrize("device", ["pretend"], indirect=True)
 
 CASES = {
     "ddp": {"train": {"microbatch": 2}},
@@ -49,19 +49,19 @@ def train(comm, folder, kind, text, /, **sections):
 
 
 @pytest.fixture(scope="module")
-def wanted(world, place, text):
+def cpu_metrics(world, place, text):
     """Losses and norms of a run on the CPU, with which all cases are compared; only rounding differs."""
     return train(world, place / "cpu", "cpu", text)
 
 
-@ON_IT
+@ON_DEVICE
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", CASES)
-def test_losses_are_those_of_the_cpu(world, place, text, wanted, device, case):
-    _same(train(world, place / case, device.type, text, **CASES[case]), wanted)
+def test_device_has_the_losses_of_the_cpu(world, place, text, cpu_metrics, device, case):
+    assert_close_metrics(train(world, place / case, device.type, text, **CASES[case]), cpu_metrics)
 
 
-@ON_IT
+@ON_DEVICE
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     "parallel",
@@ -75,22 +75,20 @@ def test_losses_are_those_of_the_cpu(world, place, text, wanted, device, case):
     ],
     ids=str,
 )
-def test_losses_are_those_of_the_cpu_where_ranks_share_devices(world, place, text, wanted, device, parallel):
-    assert placement.choose("auto", world)[1] == "1 x Pretend 0, 1 x Pretend 1 (2 ranks share each)"
-    _same(train(world, place / str(parallel), device.type, text, parallel=parallel), wanted)
+def test_shared_devices_have_the_losses_of_the_cpu(world, place, text, cpu_metrics, device, parallel):
+    assert placement.choose_device("auto", world)[1] == "1 x Pretend 0, 1 x Pretend 1 (2 ranks share each)"
+    assert_close_metrics(train(world, place / str(parallel), device.type, text, parallel=parallel), cpu_metrics)
 
 
-def _same(lines, wanted):
-    assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in wanted], rel=2e-6)
-    assert [m["grad_norm"] for m in lines] == pytest.approx([m["grad_norm"] for m in wanted], rel=2e-5)
-    assert lines[-1]["held_out_loss"] == pytest.approx(wanted[-1]["held_out_loss"], rel=2e-6)
+def assert_close_metrics(lines, cpu_metrics):
+    assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in cpu_metrics], rel=2e-6)
+    assert [m["grad_norm"] for m in lines] == pytest.approx([m["grad_norm"] for m in cpu_metrics], rel=2e-5)
+    assert lines[-1]["held_out_loss"] == pytest.approx(cpu_metrics[-1]["held_out_loss"], rel=2e-6)
 
 
-@ON_IT
+@ON_DEVICE
 @pytest.mark.ranks(2)
-def test_a_step_whose_gradients_overflow_changes_nothing_though_the_host_does_not_know_yet(
-    world, place, text, device, monkeypatch
-):
+def test_device_skips_steps_with_overflowing_gradients(world, place, text, device, monkeypatch):
     """Train in fp16 with a loss scale that is too large at first: the device skips those steps by itself."""
     monkeypatch.setattr(LossScale, "of", staticmethod(lambda precision: LossScale(2.0**22, dynamic=True)))
     half = {"train": {"precision": "fp16", "steps": 10}}
@@ -101,41 +99,41 @@ def test_a_step_whose_gradients_overflow_changes_nothing_though_the_host_does_no
     assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in reference], rel=1e-4)
 
 
-@ON_IT
+@ON_DEVICE
 @pytest.mark.ranks(2)
-def test_a_device_that_some_rank_lacks_is_one_error_that_names_its_host(world, device, monkeypatch):
+def test_missing_device_error_names_the_host(world, device, monkeypatch):
     if world.rank == 1:
         monkeypatch.setattr(devices, "accelerator", lambda: "")
     with pytest.raises(
         InputError, match=r"rank 1: run.device on host \S+: there is no device of kind 'pretend'"
     ) as no_such:
-        placement.choose("pretend", world)
-    with pytest.raises(InputError, match=r"auto finds cpu on host \S+, pretend on host \S+; set run.device") as mixed:
-        placement.choose("auto", world)
+        placement.choose_device("pretend", world)
+    with pytest.raises(InputError, match=r"auto found cpu on host \S+, pretend on host \S+; set run.device") as mixed:
+        placement.choose_device("auto", world)
     assert no_such.value.agreed and mixed.value.agreed
 
 
-@ON_IT
+@ON_DEVICE
 @pytest.mark.ranks(2)
-def test_a_batch_may_be_changed_as_soon_as_it_was_given(world, device):
+def test_batch_may_be_changed_right_after_to_device(world, device):
     for x in (torch.ones(1000).pin_memory(), torch.ones(1000)):
-        (there,) = placement.moved((x,), device)
+        (there,) = placement.to_device((x,), device)
         x.fill_(7.0)
         assert there.device == device and there.cpu().eq(1).all()
 
 
-@ON_IT
+@ON_DEVICE
 @pytest.mark.ranks(2)
-def test_the_banner_says_which_devices(world, device):
-    assert placement.choose("auto", world)[1] == "1 x Pretend 0, 1 x Pretend 1"
-    assert placement.choose("cpu", world)[1] == "CPU"
+def test_banner_shows_the_devices(world, device):
+    assert placement.choose_device("auto", world)[1] == "1 x Pretend 0, 1 x Pretend 1"
+    assert placement.choose_device("cpu", world)[1] == "CPU"
 
 
-@ON_IT
-def test_a_full_device_says_what_to_change(device, sentence, tmp_path):
+@ON_DEVICE
+def test_out_of_memory_error_names_settings_to_change(device, sentence, tmp_path):
     command = train_command("--run.dir", tmp_path / "run", "--data.path", sentence, "--run.device", device.type)
     done = job(2, [*command, "--model.layers", "4", "--train.steps", "3"], device="pretend", PRETEND_MEMORY_MIB="2")
-    one_line(done, "rank", "(Pretend ", "has no room for", "train.microbatch", code=1, alone=False)
+    one_line(done, "rank", "(Pretend ", "is out of memory", "train.microbatch", code=1, alone=False)
 
 
 MORTAL = """
@@ -152,7 +150,7 @@ sys.exit(mt.Trainer(sys.argv[1], callbacks=[Mortal()]).fit())
 
 
 @pytest.mark.campaign
-@ON_IT
+@ON_DEVICE
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -161,7 +159,7 @@ sys.exit(mt.Trainer(sys.argv[1], callbacks=[Mortal()]).fit())
         *(pytest.param(parallel, marks=pytest.mark.full) for parallel in ("zero = 1", "pipeline = 2")),
     ],
 )
-def test_a_killed_run_on_a_device_goes_on_with_the_same_bits(device, sentence, tmp_path, parallel):
+def test_killed_run_on_a_device_resumes_with_the_same_bits(device, sentence, tmp_path, parallel):
     def train(name: str, code: int | None = 0, **environment: str) -> list[tuple[int, float, float]]:
         config = tmp_path / f"{name}.toml"
         config.write_text(

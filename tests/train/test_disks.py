@@ -32,7 +32,7 @@ def arguments(text, run, **more):
 
 
 @pytest.mark.timeout(120)
-def test_room_for_the_checkpoints_to_come_is_asked_for_before_the_first_step(tmp_path, forked, sentence):
+def test_space_for_checkpoints_is_checked_before_the_first_step(tmp_path, forked, sentence):
     with small_disk(tmp_path / "disk", "700k") as disk:
         refused = forked.run("train", *arguments(sentence, disk / "r"))
         one_line(refused, "checkpoint folder", "3 checkpoints of", "lower checkpoint.keep", "are free")
@@ -47,7 +47,7 @@ def test_room_for_the_checkpoints_to_come_is_asked_for_before_the_first_step(tmp
         one_line(full, "the disk is full", alone=False)
 
 
-def test_checkpoints_that_are_going_to_be_pruned_are_room():
+def test_checkpoints_to_be_pruned_count_as_free_space():
     assert additional_bytes(100, saves=10, keep=2, existing=[]) == 300
     assert additional_bytes(100, saves=1, keep=2, existing=[]) == 100
     assert additional_bytes(100, saves=10, keep=2, existing=[100]) == 200
@@ -65,7 +65,7 @@ int fallocate64(int descriptor, int mode, off_t offset, off_t length) { errno = 
 """
 
 
-def test_a_quota_that_is_too_small_is_found_at_the_start(tmp_path, sentence):
+def test_small_quota_is_reported_at_the_start(tmp_path, sentence):
     if shutil.which("gcc") is None:
         pytest.skip("making a file system with a quota of a library needs gcc")
     (tmp_path / "quota.c").write_text(QUOTA)
@@ -84,7 +84,7 @@ fcntl.flock = flock
 
 
 @pytest.mark.timeout(120)
-def test_a_file_system_without_locks_has_one_job_in_a_run_folder_all_the_same(tmp_path, forked, sentence):
+def test_one_job_per_run_folder_without_file_locks(tmp_path, forked, sentence):
     (tmp_path / "sitecustomize.py").write_text(NO_FLOCK)
     run = tmp_path / "r"
     run.mkdir()

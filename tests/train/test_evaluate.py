@@ -56,13 +56,13 @@ def runs(world, place, text):
     return {"tokens": place / "tokens", "classes": place / "classes", "seven": seven}
 
 
-def figures(world, path, *arguments):
+def evaluate(world, path, *arguments):
     assert main([*map(str, arguments), "--json", str(path)], world) == 0
     world.barrier()
     return json.loads(path.read_text())
 
 
-def looks(folder):
+def snapshot(folder):
     """Return the names, times, modes and contents of all files in a folder."""
     return {
         path: (path.stat().st_mtime_ns, path.stat().st_mode, path.read_bytes() if path.is_file() else b"")
@@ -79,29 +79,29 @@ LAYOUTS = {
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_the_figures_are_those_of_the_run_on_seven_layouts(world, folder, runs):
+def test_evaluation_gives_the_figures_of_the_run_on_any_layout(world, folder, runs):
     names = ("loss", "perplexity", "token_accuracy")
     expected = [read_metrics(runs["tokens"])[-1][f"held_out_{name}"] for name in names]
-    before = looks(runs["tokens"]) if world.rank == 0 else None
+    before = snapshot(runs["tokens"]) if world.rank == 0 else None
     top = None
     for number, layout in enumerate(LAYOUTS[world.size]):
-        result = figures(world, folder / f"{number}.json", runs["tokens"], "--samples", 11, *layout)
+        result = evaluate(world, folder / f"{number}.json", runs["tokens"], "--samples", 11, *layout)
         assert [result[name] for name in names] == pytest.approx(expected, rel=1e-6), layout
         assert result["samples"] == 11 and result["step"] == 3
         assert top in (None, result["top5_accuracy"]) and result["token_accuracy"] <= result["top5_accuracy"] <= 1
         top = result["top5_accuracy"]
         if not layout:
             assert [result[name] for name in names] == expected
-    few = figures(world, folder / "few.json", runs["tokens"], "--samples", 1, *LAYOUTS[world.size][-1])
+    few = evaluate(world, folder / "few.json", runs["tokens"], "--samples", 1, *LAYOUTS[world.size][-1])
     assert few["samples"] == 1
-    assert world.rank or looks(runs["tokens"]) == before
+    assert world.rank or snapshot(runs["tokens"]) == before
 
 
 @pytest.mark.ranks(1, 2)
-def test_classes_have_a_confusion_matrix_and_other_data_are_measured(world, folder, runs):
+def test_confusion_matrix_of_another_data_set(world, folder, runs):
     from sklearn.metrics import confusion_matrix
 
-    result = figures(
+    result = evaluate(
         world, folder / "f.json", runs["classes"], "--data", runs["seven"], "--split", "train",
         "--confusion", folder / "c.csv",
     )  # fmt: skip
@@ -115,7 +115,7 @@ def test_classes_have_a_confusion_matrix_and_other_data_are_measured(world, fold
 
 
 @pytest.mark.ranks(1)
-def test_a_run_that_is_in_use_is_evaluated_at_any_of_its_checkpoints(world, folder, runs):
+def test_any_checkpoint_of_a_running_job_can_be_evaluated(world, folder, runs):
     lines = read_metrics(runs["tokens"])
     best = min(lines, key=lambda line: line["held_out_loss"])
     with closing(locks.take(runs["tokens"] / locks.LOCK)):
@@ -124,13 +124,13 @@ def test_a_run_that_is_in_use_is_evaluated_at_any_of_its_checkpoints(world, fold
             ((runs["tokens"] / "checkpoints/step-00000001",), lines[0]),
             ((runs["tokens"], "--best"), best),
         ):
-            result = figures(world, folder / "f.json", *arguments, "--samples", 11)
+            result = evaluate(world, folder / "f.json", *arguments, "--samples", 11)
             assert (result["step"], result["loss"]) == (line["step"], line["held_out_loss"])
     newest = runs["tokens"] / "checkpoints/step-00000003/manifest.json"
     whole = newest.read_bytes()
     newest.write_bytes(b"torn")
     try:
-        assert figures(world, folder / "f.json", runs["tokens"], "--samples", 11)["step"] == 2
+        assert evaluate(world, folder / "f.json", runs["tokens"], "--samples", 11)["step"] == 2
         with pytest.raises(CheckpointError, match="can be used"):
             main([str(runs["tokens"]), "--step", "3"], world)
     finally:
@@ -138,17 +138,17 @@ def test_a_run_that_is_in_use_is_evaluated_at_any_of_its_checkpoints(world, fold
 
 
 @pytest.mark.ranks(1)
-def test_a_table_is_evaluated_with_its_columns_made_into_numbers_as_in_training(world, folder):
+def test_table_is_evaluated_with_the_column_scaling_of_training(world, folder):
     for name, first in (("old", 20), ("new", 200)):
         rows = [f"{first + i},{'yes' if i % 3 else 'no'}\n" for i in range(40)]
         (folder / f"{name}.csv").write_text("age,kind\n" + "".join(rows))
         prepare([str(folder / f"{name}.csv")], folder / name, options=PrepareOptions(scale="standard"), held_out=0.2)
     model = {"name": "mlp", "layers": 1, "width": 4}
     run(world, folder / "r", data={"path": str(folder / "old")}, model=model, train={"steps": 1, "batch": 4})
-    with pytest.raises(InputError, match="made numbers of its columns otherwise"):
+    with pytest.raises(InputError, match="converted its columns to numbers in another way"):
         main([str(folder / "r"), "--data", str(folder / "new")], world)
     prepare([str(folder / "new.csv")], folder / "like", options=PrepareOptions(like=folder / "old"), held_out=0.2)
-    result = figures(world, folder / "f.json", folder / "r", "--data", folder / "like")
+    result = evaluate(world, folder / "f.json", folder / "r", "--data", folder / "like")
     held_out, mask = open_dataset(folder / "like", "held_out"), held_out_mask(0, 40, 0.2)
     trained = np.arange(20, 60)[~mask]
     expected = (np.arange(200, 240)[mask] - trained.mean()) / trained.std()
@@ -160,21 +160,21 @@ def test_a_table_is_evaluated_with_its_columns_made_into_numbers_as_in_training(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["{classes}", "--data", "{place}/three/data"], "has 3 classes (0, 1, 2), and"),
-        (["{classes}", "--data", "{place}/wide/data"], "x of 6 numbers [6], and"),
-        (["{classes}", "--data", "{text}"], "has tokens, and"),
-        (["{place}/three"], "is no run folder"),
+        (["{classes}", "--data", "{place}/three/data"], "has 3 classes (0, 1, 2), but"),
+        (["{classes}", "--data", "{place}/wide/data"], "x of 6 numbers [6], but"),
+        (["{classes}", "--data", "{text}"], "has tokens, but"),
+        (["{place}/three"], "is not a run folder"),
         (["{classes}", "--step", "9"], "has no checkpoint of step 9"),
         (["{classes}", "--step", "1", "--best"], "give one of them"),
         (["{classes}", "--confusion", "a.png"], "ends in .csv"),
-        (["{tokens}", "--confusion", "a.csv"], "is of classes"),
+        (["{tokens}", "--confusion", "a.csv"], "needs classes, which"),
         (["{classes}", "--samples", "0"], "above 0"),
         (["{classes}", "--sample", "3"], "unrecognized arguments"),
         (["{classes}", "--parallel.tensr", "3"], "parallel.tensor"),
         (["{classes}", "--data", "nowhere"], "nowhere"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused_in_one_line(world, place, text, runs, arguments, words):
+def test_invalid_evaluations_are_refused(world, place, text, runs, arguments, words):
     known = {"place": place, "text": text, **runs}
     with pytest.raises(InputError) as caught:
         main([argument.format(**known) for argument in arguments], world)

@@ -19,7 +19,7 @@ def kinds(events):
     return [(event["event"], event["step"]) for event in events]
 
 
-class Ends(mt.Callback):
+class StopOrFail(mt.Callback):
     def __init__(self, at=0, error=None):
         self.at, self.error = at, error
 
@@ -34,7 +34,7 @@ class Ends(mt.Callback):
 
 def fit(world, folder, text, parallel=None, **how):
     settings = SMALL | {"run": {"dir": str(folder)}, "data": {"path": text}, "parallel": parallel or {}}
-    trainer = mt.Trainer(settings, [Ends(**how)], world=world)
+    trainer = mt.Trainer(settings, [StopOrFail(**how)], world=world)
     with trainer.working():
         return trainer.train()
 
@@ -48,7 +48,7 @@ def fit(world, folder, text, parallel=None, **how):
     ],
     ids=str,
 )
-def test_every_start_tells_what_it_was_and_what_became_of_it(world, folder, text, parallel):
+def test_events_of_stopped_failed_and_finished_starts(world, folder, text, parallel):
     run = folder / "r"
     assert fit(world, run, text, parallel, at=2) == 75
     with pytest.raises(InputError):
@@ -62,7 +62,7 @@ def test_every_start_tells_what_it_was_and_what_became_of_it(world, folder, text
     assert start["resumed_step"] is None and again["resumed_step"] == 2 and start["ranks"] == world.size
     assert len(start["hosts"]) == start["nodes"] == 1 and start["steps"] == 4 and start["parameters"] > 0
     assert start["config"]["train"]["batch"] == 6 and all(start[k] for k in ("mpi", "torch", "python", "cpu", "cores"))
-    assert stop["reason"] in ("seen enough", "another rank was asked to")
+    assert stop["reason"] in ("seen enough", "another rank requested it")
     assert events[3]["folder"] == "step-00000002" and 0 < events[3]["seconds"] < 60
     assert [event.get("outcome") for event in (events[4], failed, done)] == ["stopped", "failed", "done"]
     assert failed["message"] == "optim.lr is odd" and done["message"] == "" and done["peak_memory_bytes"] > 10**6
@@ -73,11 +73,11 @@ def test_every_start_tells_what_it_was_and_what_became_of_it(world, folder, text
 
 
 @pytest.mark.ranks(2)
-def test_events_that_cannot_be_written_are_told_once_in_the_log_and_training_goes_on(world, folder, text, monkeypatch):
-    def fails(log, *_, **__):
+def test_unwritable_events_are_logged_once_and_training_continues(world, folder, text, monkeypatch):
+    def fail(log, *_, **__):
         raise InputError("events cannot be written (the disk is full); make room")
 
-    monkeypatch.setattr(EventLog, "write", fails)
+    monkeypatch.setattr(EventLog, "write", fail)
     assert fit(world, folder / "r", text) == 0
     world.barrier()
     assert read_events(folder / "r") == [] and len(read_metrics(folder / "r")) == 4

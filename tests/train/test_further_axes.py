@@ -25,7 +25,7 @@ def place(world, tmp_path_factory):
     return Path(world.broadcast_object(str(tmp_path_factory.mktemp("axes"))))
 
 
-def of_text(path):
+def text_settings(path):
     return {
         "data": {"path": path, "record_ids": True},
         "model": GPT,
@@ -53,7 +53,7 @@ def images(world, place):
     }
 
 
-def by_one(world, folder, sections):
+def run_on_one_rank(world, folder, sections):
     alone, lines = world.subgroup([0]), None
     if alone is not None:
         lines = run(alone, folder, **sections)
@@ -61,21 +61,21 @@ def by_one(world, folder, sections):
     return world.broadcast_object(lines)
 
 
-def check(lines, wanted):
+def check_metrics(lines, expected):
     for key in ("loss", "grad_norm"):
-        assert [m[key] for m in lines] == pytest.approx([m[key] for m in wanted[-len(lines) :]], rel=2e-5)
-    assert [m["ids"] for m in lines] == [m["ids"] for m in wanted[-len(lines) :]]
-    assert lines[-1]["held_out_loss"] == pytest.approx(wanted[-1]["held_out_loss"], rel=2e-5)
+        assert [m[key] for m in lines] == pytest.approx([m[key] for m in expected[-len(lines) :]], rel=2e-5)
+    assert [m["ids"] for m in lines] == [m["ids"] for m in expected[-len(lines) :]]
+    assert lines[-1]["held_out_loss"] == pytest.approx(expected[-1]["held_out_loss"], rel=2e-5)
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("zero", [0, 2])
-def test_an_axis_that_averages_trains_as_one_process(world, place, text, zero):
-    reference = by_one(world, place / f"alone-{zero}", of_text(text))
+def test_averaging_axis_trains_like_one_process(world, place, text, zero):
+    reference = run_on_one_rank(world, place / f"alone-{zero}", text_settings(text))
     rest = {"pipeline": 2} if world.size == 4 else {}
     folder = place / f"replica-{zero}"
-    lines = run(world, folder, **of_text(text), parallel={"zero": zero, "axes": {REPLICA: 2}, **rest})
-    check(lines, reference)
+    lines = run(world, folder, **text_settings(text), parallel={"zero": zero, "axes": {REPLICA: 2}, **rest})
+    check_metrics(lines, reference)
     records = read_rank_files(folder)
     for rank, record in records.items():
         expected = record.starts[0]["expected_bytes"]
@@ -83,19 +83,19 @@ def test_an_axis_that_averages_trains_as_one_process(world, place, text, zero):
             row[4] + row[5] for line in record.lines for row in line["sent"] if row[1].split("/")[0] == "replica"
         )
         assert expected["replica"] > 0 and sent > 0 and len(record.starts[0]["coordinates"]) == 4, rank
-    more = of_text(text) | {"train": of_text(text)["train"] | {"steps": 6}}
-    longer = by_one(world, place / f"alone-{zero}", more)
-    check(run(world, folder, **more, parallel={"zero": zero}), longer)  # the checkpoint fits data parallel
+    more = text_settings(text) | {"train": text_settings(text)["train"] | {"steps": 6}}
+    longer = run_on_one_rank(world, place / f"alone-{zero}", more)
+    check_metrics(run(world, folder, **more, parallel={"zero": zero}), longer)  # the checkpoint fits data parallel
 
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("zero", [0, 2])
-def test_an_axis_along_the_height_of_images_trains_as_one_process(world, place, images, zero):
-    reference = by_one(world, place / f"whole-{zero}", images)
+def test_height_axis_trains_like_one_process(world, place, images, zero):
+    reference = run_on_one_rank(world, place / f"whole-{zero}", images)
     height = 2 if world.size == 4 else world.size
     folder = place / f"height-{zero}"
     lines = run(world, folder, **images, parallel={"zero": zero, "axes": {HEIGHT: height}})
-    check(lines, reference)
+    check_metrics(lines, reference)
     assert lines[-1]["held_out_accuracy"] == reference[-1]["held_out_accuracy"]
     record = read_rank_files(folder)[world.rank]
     sent = sum(row[4] + row[5] for row in record.lines[0]["sent"] if row[1] in ("height", "data+height"))
@@ -103,23 +103,23 @@ def test_an_axis_along_the_height_of_images_trains_as_one_process(world, place, 
     by_formula = expected["height"] + expected.get("data+height", 0)
     assert record.lines[0]["steps"] == 1 and sent == pytest.approx(by_formula, rel=0.05)  # but for batch norms
     more = images | {"train": images["train"] | {"steps": 8}}
-    longer = by_one(world, place / f"whole-{zero}", more)
-    check(run(world, folder, **more, parallel={"zero": zero}), longer)  # the checkpoint fits data parallel
+    longer = run_on_one_rank(world, place / f"whole-{zero}", more)
+    check_metrics(run(world, folder, **more, parallel={"zero": zero}), longer)  # the checkpoint fits data parallel
 
 
 @pytest.mark.ranks(2)
-def test_a_plan_keeps_the_axes_that_the_configuration_names(world, place, text, capsys):
+def test_planner_keeps_configured_axes(world, place, text, capsys):
     planned = {"auto": True, "machine": "cpu-128", "axes": {REPLICA: 2}}
-    lines = run(world, place / "planned", **of_text(text), parallel=planned)
+    lines = run(world, place / "planned", **text_settings(text), parallel=planned)
     assert len(lines) == 4 and (world.rank or f"axes:{REPLICA}=2, predicted" in capsys.readouterr().out)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("zero", [0, 1])
-def test_a_loop_of_ones_own_averages_along_a_further_axis(world, zero):
+def test_user_loop_averages_along_a_further_axis(world, zero):
     x, y = torch.randn(12, 4, generator=torch.Generator().manual_seed(1)).split(2, 1)
 
-    def trained(comm, **parallel):
+    def train(comm, **parallel):
         torch.manual_seed(2)
         model = torch.nn.Linear(2, 2)
         config = {"train": {"batch": 12, "clip": 0.0}, "parallel": parallel}
@@ -133,10 +133,10 @@ def test_a_loop_of_ones_own_averages_along_a_further_axis(world, zero):
         engine.close()
         return losses, shape
 
-    losses, shape = trained(world, zero=zero, axes={REPLICA: 2})
+    losses, shape = train(world, zero=zero, axes={REPLICA: 2})
     assert shape == {"data": 1, "replica": 2, "pipeline": 1, "tensor": 1}
     alone = world.subgroup([0])
-    expected = world.broadcast_object(None if alone is None else trained(alone)[0])
+    expected = world.broadcast_object(None if alone is None else train(alone)[0])
     assert losses == pytest.approx(expected, rel=1e-6)
 
 
@@ -145,7 +145,7 @@ class Twin(DataAxis):
 
 
 @pytest.mark.ranks(2)
-def test_what_is_no_axis_is_refused(world):
+def test_invalid_axes_are_refused(world):
     for path, message in (("extensions:Best", "not a subclass"), ("train.test_further_axes:Twin", "'data' as another")):
         with pytest.raises(InputError, match=message):
             Mesh.make(world, axes={path: 2})

@@ -30,7 +30,7 @@ def saved(tmp_path_factory) -> dict[str, Path]:
     return folders
 
 
-def loaded(run: Path) -> GPT:
+def load(run: Path) -> GPT:
     """Return our model, built from a run's settings and its newest checkpoint alone."""
     section = Config.from_args([str(run / "config.toml")]).model
     assert section.preset == ""  # all that it said is there, and the folder need not be
@@ -45,7 +45,7 @@ def loaded(run: Path) -> GPT:
     return model
 
 
-def refused(capsys, *arguments) -> str:
+def refusal(capsys, *arguments) -> str:
     """Return the one-line error with which a command is refused."""
     assert main([str(each) for each in arguments]) == 2
     message = capsys.readouterr().err
@@ -60,7 +60,7 @@ def refused(capsys, *arguments) -> str:
         *((family, "safetensors") for family in LIKE_LLAMA),
     ],
 )
-def test_logits_are_those_of_transformers_there_and_back(saved, tmp_path, family, kind):
+def test_import_and_export_keep_the_logits_of_transformers(saved, tmp_path, family, kind):
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
 
@@ -79,7 +79,7 @@ def test_logits_are_those_of_transformers_there_and_back(saved, tmp_path, family
         save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, 3, 3)}, source / "model.safetensors")
     tokens = torch.randint(VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(1))
     assert main(["import", str(source), str(run), "--format", "hf", "--model.sequence", "20"]) == 0
-    torch.testing.assert_close(loaded(run)(tokens), model(tokens).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(load(run)(tokens), model(tokens).logits, rtol=1e-5, atol=1e-5)
     (run / "tokenizer.json").write_text('{"of": "the run"}')
     assert main(["export", str(run), str(out), "--format", "hf", "--shard-size", "30KB"]) == 0
     assert (out / "tokenizer.json").read_text() == '{"of": "the run"}'
@@ -93,15 +93,15 @@ def test_logits_are_those_of_transformers_there_and_back(saved, tmp_path, family
     assert torch.equal(back(tokens).logits, model(tokens).logits)
 
 
-def test_a_model_of_fewer_positions_than_a_sequence_has_by_default_becomes_a_run_that_opens(tmp_path, capsys, forked):
+def test_model_with_fewer_positions_than_the_default_sequence_is_imported(tmp_path, capsys, forked):
     import mpitrain as mt
 
     source, run = tmp_path / "gpt2", tmp_path / "run"
     save_tiny("gpt2", source, n_positions=24)
-    message = refused(capsys, "import", source, run, "--format", "hf", "--model.sequence", "25")
+    message = refusal(capsys, "import", source, run, "--format", "hf", "--model.sequence", "25")
     assert "model.sequence 25 is longer than model.max_positions 24" in message and not (run / "config.toml").exists()
     assert main(["import", str(source), str(run), "--format", "hf"]) == 0
-    assert loaded(run)(torch.zeros(1, 24, dtype=torch.long)).shape == (1, 24, VOCABULARY)
+    assert load(run)(torch.zeros(1, 24, dtype=torch.long)).shape == (1, 24, VOCABULARY)
     assert mt.load_model(run).positions.weight.shape[0] == 24
     (tmp_path / "tokens.txt").write_text("one two three\n" * 200)
     data = tmp_path / "data"
@@ -134,7 +134,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("family", "change", "words"), WRONG)
-def test_a_preset_that_gpt_cannot_be_is_refused_by_its_key(saved, tmp_path, family, change, words):
+def test_unsupported_presets_are_refused_by_key(saved, tmp_path, family, change, words):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads((saved[family] / "config.json").read_text()) | change))
     with pytest.raises(InputError) as caught:
@@ -142,7 +142,7 @@ def test_a_preset_that_gpt_cannot_be_is_refused_by_its_key(saved, tmp_path, fami
     assert words in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_preset_gives_way_to_what_is_said_beside_it(saved):
+def test_explicit_settings_override_a_preset(saved):
     section = Config.from_args(["--model.preset", str(saved["llama"] / "config.json"), "--model.layers", "9"]).model
     assert (section.layers, section.kv_heads, section.norm, section.rope_base) == (9, 2, "rmsnorm", 500.0)
     again = Config.from_dict({"model": section.model_dump()}).model
@@ -151,24 +151,24 @@ def test_a_preset_gives_way_to_what_is_said_beside_it(saved):
         Config.from_dict({"model": section.model_dump() | {"preset": str(saved["llama"])}})
 
 
-def test_weights_that_are_not_of_the_model_are_refused_when_they_are_imported(saved, tmp_path, capsys):
+def test_weights_of_another_model_are_refused(saved, tmp_path, capsys):
     run = tmp_path / "run"
-    message = refused(capsys, "import", saved["llama"], run, "--format", "hf", "--model.layers", "3")
-    assert "'model.layers.3." in message and "is none of the model's" in message
-    message = refused(capsys, "import", saved["gpt2"], run, "--format", "hf", "--model.hidden", "80")
-    assert "transformer.h.0.mlp.c_fc.weight is [32, 72] and not [32, 80]" in message
-    message = refused(capsys, "import", tmp_path, run, "--format", "hf")
+    message = refusal(capsys, "import", saved["llama"], run, "--format", "hf", "--model.layers", "3")
+    assert "'model.layers.3." in message and "is not in the model" in message
+    message = refusal(capsys, "import", saved["gpt2"], run, "--format", "hf", "--model.hidden", "80")
+    assert "transformer.h.0.mlp.c_fc.weight is [32, 72] instead of [32, 80]" in message
+    message = refusal(capsys, "import", tmp_path, run, "--format", "hf")
     assert "config.json" in message
     plain = tmp_path / "plain.pt"
     torch.save(GPT(256, 1, 16, 2).state_dict(), plain)
-    message = refused(capsys, "import", plain, run, "--model.width", "32", "--model.layers", "1")
-    assert "embedding.weight is [256, 16] and not [256, 32]" in message and not (run / "config.toml").exists()
+    message = refusal(capsys, "import", plain, run, "--model.width", "32", "--model.layers", "1")
+    assert "embedding.weight is [256, 16] instead of [256, 32]" in message and not (run / "config.toml").exists()
     narrow = ["--model.width", "16", "--model.layers", "1", "--model.heads", "2"]
     assert main(["import", str(plain), str(run), *narrow]) == 0
     assert Config.from_args([str(run / "config.toml")]).model.width == 16
-    message = refused(capsys, "export", run, tmp_path / "out", "--format", "hf")
+    message = refusal(capsys, "export", run, tmp_path / "out", "--format", "hf")
     assert "layernorm, positions rotary, mlp gelu is neither" in message and not (tmp_path / "out").exists()
     (tmp_path / "known").mkdir()
     (tmp_path / "known/config.toml").write_text("model.width = 32\n")
-    message = refused(capsys, "import", plain, tmp_path / "known")
-    assert "blocks.1." in message or "is [256, 16] and not [256, 32]" in message
+    message = refusal(capsys, "import", plain, tmp_path / "known")
+    assert "blocks.1." in message or "is [256, 16] instead of [256, 32]" in message

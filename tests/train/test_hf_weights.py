@@ -8,7 +8,7 @@ from pathlib import Path
 import hugging_face
 import pytest
 import torch
-from train.hf_models import SEQUENCE, save_tiny, trained_in_torch
+from train.hf_models import SEQUENCE, save_tiny, train_in_torch
 from train.jobs import run
 
 from mpitrain.checkpoint.__main__ import main
@@ -36,7 +36,7 @@ LAYOUTS = {
 }
 
 
-def imported(source: Path, folder: Path, text: str, *settings: str) -> Config:
+def import_model(source: Path, folder: Path, text: str, *settings: str) -> Config:
     """Import a model's folder as a run and return the run's settings."""
     arguments = ["--data.path", text, "--model.sequence", str(SEQUENCE), "--train.steps", "10", "--train.batch", "6"]
     arguments += ["--optim.schedule", "constant", "--optim.warmup", "0", "--train.clip", "0", "--optim.lr", "3e-3"]
@@ -49,7 +49,7 @@ def imported(source: Path, folder: Path, text: str, *settings: str) -> Config:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layouts", ["few", pytest.param("more", marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("family", LAYOUTS["few"])
-def test_models_of_transformers_train_as_ours_by_any_layout_and_come_back(world, folder, text, family, layouts):
+def test_imported_models_train_like_transformers_and_can_be_exported(world, folder, text, family, layouts):
     from transformers import AutoModelForCausalLM
 
     tokens = torch.randint(256, (2, SEQUENCE), generator=torch.Generator().manual_seed(1))
@@ -58,9 +58,9 @@ def test_models_of_transformers_train_as_ours_by_any_layout_and_come_back(world,
         run_folder, out = folder / f"run-{number}", folder / f"out-{number}"
         if world.rank == 0:
             model = save_tiny(family, folder / "source") if number == 0 else None
-            config = imported(folder / "source", run_folder, text)
+            config = import_model(folder / "source", run_folder, text)
             if model is not None:
-                expected_losses = trained_in_torch(model, config)
+                expected_losses = train_in_torch(model, config)
                 scores = model(tokens).logits
         world.barrier()
         sections = Config.from_args([str(run_folder / "config.toml")]).model_dump(exclude={"run", "parallel"})
@@ -80,7 +80,7 @@ def test_models_of_transformers_train_as_ours_by_any_layout_and_come_back(world,
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.timeout(300)
-def test_a_model_of_transformers_that_was_trained_as_it_is_comes_back_as_a_folder(world, folder, text):
+def test_trained_transformers_model_is_exported_as_a_folder(world, folder, text):
     from transformers import AutoModelForCausalLM
 
     sections = {"data": {"path": text}, "optim": {"lr": 0.05, "warmup": 0}}

@@ -79,11 +79,11 @@ def batches(world, place, folders, text):
     return [(torch.tensor(x), torch.tensor(y)) for x, y in world.broadcast_object(pairs)]
 
 
-def of_theirs(model, x, y):
+def transformers_loss(model, x, y):
     return functional.cross_entropy(model(input_ids=x).logits.flatten(0, 1), y.flatten())
 
 
-def plain(model, batches, lrs, loss_of=of_theirs):
+def train_in_torch(model, batches, lrs, loss_of=transformers_loss):
     """Return losses and gradient norms of a model in plain torch, with AdamW and the job's default settings."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -112,9 +112,9 @@ def rates(text, folders):
 
 
 @pytest.fixture(scope="module")
-def wanted(batches, rates):
+def curves(batches, rates):
     """Losses and gradient norms of transformers, by family."""
-    return {family: plain(hugging_face.language_model(family), batches, rates) for family in ALL}
+    return {family: train_in_torch(hugging_face.language_model(family), batches, rates) for family in ALL}
 
 
 @pytest.mark.ranks(2)
@@ -128,10 +128,10 @@ def wanted(batches, rates):
     ],
     ids=str,
 )
-def test_every_layout_trains_like_transformers_in_plain_torch(world, folder, folders, text, wanted, family, parallel):
+def test_every_layout_trains_like_transformers_in_plain_torch(world, folder, folders, text, curves, family, parallel):
     lines = run(world, folder, **settings(text, folders[family], **parallel) | {"checkpoint": {"every": 0}})
-    assert [m["loss"] for m in lines] == pytest.approx(wanted[family][0], rel=1e-5)
-    assert [m["grad_norm"] for m in lines] == pytest.approx(wanted[family][1], rel=1e-4)
+    assert [m["loss"] for m in lines] == pytest.approx(curves[family][0], rel=1e-5)
+    assert [m["grad_norm"] for m in lines] == pytest.approx(curves[family][1], rel=1e-4)
 
 
 LORA = {"lora": 4, "lora_alpha": 8.0}
@@ -164,7 +164,7 @@ def with_peft(family, module):
     ],
     ids=str,
 )
-def test_adapters_train_like_those_of_peft_and_are_saved_alone(
+def test_adapters_train_like_peft_and_only_they_are_saved(
     world, folder, folders, text, batches, rates, family, parallel
 ):
     sections = settings(text, folders[family], 5, LORA, **parallel)
@@ -175,7 +175,7 @@ def test_adapters_train_like_those_of_peft_and_are_saved_alone(
     with trainer.working():
         trainer.train()
     lines = read_metrics(folder / "run")
-    losses, norms = plain(with_peft(family, begun.module), batches[:5], rates[:5])
+    losses, norms = train_in_torch(with_peft(family, begun.module), batches[:5], rates[:5])
     assert [m["loss"] for m in lines] == pytest.approx(losses, rel=1e-5)
     assert [m["grad_norm"] for m in lines] == pytest.approx(norms, rel=1e-4)
     if parallel == {"zero": 3}:
@@ -200,9 +200,7 @@ def trained_gpt(world, place, text):
 
 
 @pytest.mark.ranks(2)
-def test_adapters_of_a_run_of_ours_train_like_those_of_peft_on_its_weights(
-    world, folder, text, batches, rates, trained_gpt
-):
+def test_adapters_of_a_run_train_like_peft_on_its_weights(world, folder, text, batches, rates, trained_gpt):
     import peft
 
     losses = []
@@ -222,20 +220,18 @@ def test_adapters_of_a_run_of_ours_train_like_those_of_peft_on_its_weights(
     with torch.no_grad():
         for name, layer in ours.items():
             model.base_model.model.get_submodule(name).lora_A["default"].weight.copy_(layer.lora_a)
-    expected, _ = plain(model, batches[:4], rates[:4], lambda model, x, y: theirs.loss(model(x), y))
+    expected, _ = train_in_torch(model, batches[:4], rates[:4], lambda model, x, y: theirs.loss(model(x), y))
     for each in losses:
         assert each == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.ranks(2)
-def test_of_a_model_that_a_factory_makes_with_peft_adapters_alone_are_trained_and_saved(
-    world, folder, text, batches, rates
-):
+def test_only_the_adapters_of_a_peft_model_are_trained_and_saved(world, folder, text, batches, rates):
     model = {"factory": "train.odd_models:of_peft", "options": {"family": "llama"}}
     sections = settings(text, "", 4, model, zero=2)
     lines = run(world, folder / "run", **sections)
     theirs, _ = odd_models.of_peft(None, "llama")
-    losses, _ = plain(theirs.model, batches[:4], rates[:4])
+    losses, _ = train_in_torch(theirs.model, batches[:4], rates[:4])
     assert [m["loss"] for m in lines] == pytest.approx(losses, rel=1e-5)
     saved = contents.complete_manifest(contents.resolve(folder / "run"))
     assert {name.rpartition(".lora_")[1] for name in saved.tensors} == {".lora_"}
@@ -244,7 +240,7 @@ def test_of_a_model_that_a_factory_makes_with_peft_adapters_alone_are_trained_an
 
 
 @pytest.mark.ranks(2)
-def test_what_ranks_cannot_share_is_refused_in_one_line(world, folder, folders, text):
+def test_models_that_ranks_cannot_divide_are_refused(world, folder, folders, text):
     if world.rank == 0:
         hugging_face.save(folder / "one", "llama", num_key_value_heads=1)
     world.barrier()

@@ -17,7 +17,7 @@ from mpitrain.monitor.run_files import read_events
 from mpitrain.trainer.stopping import Best
 
 
-class Told(mt.Trainer):
+class FixedLosses(mt.Trainer):
     """A trainer with prescribed held-out losses, which are right on rank 0 only."""
 
     losses = (5.0, 4.0, 4.5, 3.0, 3.2, 2.95, 3.5, 4.0, 1.0, 1.0)
@@ -37,18 +37,18 @@ def sections(text, folder, train=(), checkpoint=()):
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_run_ends_when_it_gets_no_better_and_again_when_it_is_started_again(world, folder, text):
+def test_early_stopping_ends_the_run_and_its_restart(world, folder, text):
     configuration = sections(text, folder / "r", {"patience": 3, "min_delta": 0.1})
-    trainer = Told(configuration, world=world)
+    trainer = FixedLosses(configuration, world=world)
     assert fit(trainer) == EXIT_DONE and trainer.step == 7 and trainer.done
     (message,) = [line for line in trainer.lines if line.startswith("ending")]
     assert message == (
-        "ending after step 7: held-out loss no better in 3 evaluations, the best was held-out loss 3.0000 at step 4"
+        "ending after step 7: held-out loss has not improved in 3 evaluations; the best was 3.0000 at step 4"
     )
-    again = Told(configuration, world=world)
+    again = FixedLosses(configuration, world=world)
     assert fit(again) == EXIT_DONE and again.step == 7
-    assert any("set train.patience to more, or to 0, to go on" in line for line in again.lines)
-    assert fit(Told(sections(text, folder / "r", {"patience": 5, "min_delta": 0.1}), world=world)) == EXIT_DONE
+    assert any("to continue, raise train.patience or set it to 0" in line for line in again.lines)
+    assert fit(FixedLosses(sections(text, folder / "r", {"patience": 5, "min_delta": 0.1}), world=world)) == EXIT_DONE
     world.barrier()
     assert [m["step"] for m in read_metrics(folder / "r")] == [*range(1, 11)]  # step 9 was better than all
     outcomes = [e["outcome"] for e in read_events(folder / "r") if e["event"] == "end"]
@@ -65,12 +65,12 @@ class StopAt(mt.Callback):
 
 
 @pytest.mark.ranks(2)
-def test_what_was_best_and_how_long_it_was_waited_survive_a_restart(world, folder, text):
+def test_early_stopping_and_best_checkpoint_survive_a_restart(world, folder, text):
     configuration = sections(text, folder / "r", {"patience": 3, "min_delta": 0.1}, {"best": "held_out_loss"})
-    first = Told(configuration, [StopAt(5)], world=world)
+    first = FixedLosses(configuration, [StopAt(5)], world=world)
     assert fit(first) == EXIT_REQUEUE and first.step == 5
     assert finished_steps(folder / "r" / "checkpoints") == [5, 4]
-    second = Told(configuration, world=world)
+    second = FixedLosses(configuration, world=world)
     assert fit(second) == EXIT_DONE and second.step == 7
     world.barrier()
     root = folder / "r" / "checkpoints"
@@ -80,11 +80,11 @@ def test_what_was_best_and_how_long_it_was_waited_survive_a_restart(world, folde
 
 
 @pytest.mark.ranks(1)
-def test_the_best_checkpoint_stays_beyond_keep_and_is_shown(world, folder, text):
+def test_best_checkpoint_is_not_pruned_and_is_listed(world, folder, text):
     run_dir = folder / "r"
     losses = (3.0, 2.0, 2.5, 2.6, 2.7, 2.8)
 
-    class Falling(Told):
+    class Falling(FixedLosses):
         pass
 
     Falling.losses = losses
@@ -103,23 +103,25 @@ def test_the_best_checkpoint_stays_beyond_keep_and_is_shown(world, folder, text)
 @pytest.mark.parametrize(
     ("train", "checkpoint", "words"),
     [
-        ({"patience": 2, "evaluate_every": 0}, {}, "train.evaluate_every 0 there is one, at the end"),
+        ({"patience": 2, "evaluate_every": 0}, {}, "train.evaluate_every 0 evaluates only at the end"),
         ({"patience": 2, "monitor": "acuracy"}, {}, "choose loss, perplexity, token_accuracy"),
-        ({"metrics": ["train.own_metrics:unsaid"]}, {"best": "unsaid"}, "an attribute higher_is_better"),
+        (
+            {"metrics": ["train.own_metrics:without_direction"]},
+            {"best": "without_direction"},
+            "attribute higher_is_better",
+        ),
     ],
 )
-def test_a_figure_that_cannot_be_compared_is_refused_before_the_first_step(
-    world, folder, text, train, checkpoint, words
-):
+def test_figures_that_cannot_be_compared_are_refused(world, folder, text, train, checkpoint, words):
     with pytest.raises(InputError, match=words):
         run(world, folder / "r", **{k: v for k, v in sections(text, folder, train, checkpoint).items() if k != "run"})
     assert not (folder / "r" / "checkpoints").exists() or not finished_steps(folder / "r" / "checkpoints")
 
 
-def test_more_is_better_of_some_figures_and_less_of_others():
+def test_best_figure_and_its_saved_values():
     best = Best("accuracy")
     for step, value in enumerate((float("nan"), 0.5, 0.6, 0.55, float("inf")), 1):
         best = best.after(value, step, True)
     assert (best.value, best.step, best.waited) == (0.6, 3, 2)
-    assert Best.of(best.kept(), "accuracy") == best and Best.of(best.kept(), "loss").step == 0
-    assert torch.isnan(torch.tensor(Best.of(Best("loss").kept(), "loss").value))
+    assert Best.of(best.saved_values(), "accuracy") == best and Best.of(best.saved_values(), "loss").step == 0
+    assert torch.isnan(torch.tensor(Best.of(Best("loss").saved_values(), "loss").value))

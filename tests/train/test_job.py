@@ -27,7 +27,7 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_data_of_nan_end_a_job_within_few_steps_unless_it_is_told_to_go_on(tmp_path, forked):
+def test_nan_data_end_a_job_after_few_steps_unless_abort_after_is_0(tmp_path, forked):
     source = tmp_path / "source"
     source.mkdir()
     np.save(source / "x.npy", np.full((40, 6), np.nan, dtype=np.float32))
@@ -37,21 +37,21 @@ def test_data_of_nan_end_a_job_within_few_steps_unless_it_is_told_to_go_on(tmp_p
     done = forked.run("train", *arguments, "--run.dir", tmp_path / "ended")
     assert done.returncode == 2 and "done at" not in done.stdout
     [ours] = [line for line in done.stderr.splitlines() if line.startswith("mpitrain: ")]
-    assert "the loss is nan from the first step on, so that nothing was learned; look for values that" in ours
+    assert "the loss has been nan since the first step, so nothing was learned; check data.path for" in ours
     assert len(lines(tmp_path / "ended")) < 3
 
     done = forked.run("train", *arguments, "--run.dir", tmp_path / "r", "--train.abort_after", 0)
     assert done.returncode == 1
     [ours] = [line for line in done.stderr.splitlines() if line.startswith("mpitrain: ")]
-    assert "nan from the first step on, so that nothing was learned; look for" in ours
+    assert "nan since the first step, so nothing was learned; check data.path for" in ours
     assert "ended at step 20 of 20, nothing learned since step 1" in done.stdout and "done at" not in done.stdout
-    assert "20 steps, for gradients that were not finite" in done.stdout
-    assert "warning: optim.warmup 20 takes all of train.steps 20" in done.stdout
+    assert "20 steps, because gradients were not finite" in done.stdout
+    assert "warning: optim.warmup 20 lasts for all of train.steps 20" in done.stdout
     assert next(line for line in done.stderr.splitlines() if line.startswith("step 20/20")).endswith("skipped 20")
     assert all(m["skipped"] for m in lines(tmp_path / "r"))
 
 
-def test_digits_are_learned_and_a_killed_job_resumes_with_the_bits_of_one_never_killed(tmp_path):
+def test_killed_job_learns_digits_and_resumes_with_the_same_bits(tmp_path):
     arguments = (
         "--data.path", "digits", "--model.name", "mlp", "--model.width", 64, "--train.steps", 150, "--train.batch", 64,
         "--optim.lr", 0.01, "--checkpoint.every", 10, "--data.record_ids", "true",
@@ -127,7 +127,7 @@ def _catches_usr1(process: Path) -> bool:
 
 
 @pytest.mark.parametrize("how", ["USR1 during imports", "Ctrl-C"])
-def test_a_job_that_is_asked_to_stop_ends_cleanly(tmp_path, sentence, how):
+def test_job_ends_cleanly_on_a_signal(tmp_path, sentence, how):
     command = train_command(*_endless(sentence, tmp_path / "r"))
     process = subprocess.Popen(
         warm.shared().launched(2, command) if how == "Ctrl-C" else [*launcher(2), *command],
@@ -157,8 +157,8 @@ def test_a_job_that_is_asked_to_stop_ends_cleanly(tmp_path, sentence, how):
 
 
 # what a model does in its fourth step
-ASKS = {"USR1": "os.kill(os.getpid(), signal.SIGUSR1)", "touch RUN/stop": "Path('r/stop').touch()"}
-ASKING = """
+REQUESTS = {"USR1": "os.kill(os.getpid(), signal.SIGUSR1)", "touch RUN/stop": "Path('r/stop').touch()"}
+STOPPING_MODEL = """
 import os, signal
 from pathlib import Path
 import torch
@@ -171,7 +171,7 @@ class Asking(torch.nn.Module):
     def forward(self, x):
         self.calls += 1
         if self.calls == 4:
-            ASKS
+            REQUESTS
         return self.w[x]
 
     def loss(self, output, y):
@@ -182,9 +182,9 @@ def model(description):
 """
 
 
-@pytest.mark.parametrize("how", ASKS)
-def test_a_job_that_is_asked_to_stop_in_the_midst_of_training_saves_first(tmp_path, forked, sentence, how):
-    (tmp_path / "asking.py").write_text(ASKING.replace("ASKS", ASKS[how]))
+@pytest.mark.parametrize("how", REQUESTS)
+def test_job_saves_before_it_stops_on_request(tmp_path, forked, sentence, how):
+    (tmp_path / "asking.py").write_text(STOPPING_MODEL.replace("REQUESTS", REQUESTS[how]))
     arguments = (*_endless(sentence, "r"), "--model.factory", "asking:model")
     done = forked.run("train", *arguments, cwd=tmp_path)
     _assert_stopped(done.returncode, done.stdout, done.stderr, tmp_path / "r")
@@ -223,7 +223,7 @@ def broken(description, **options):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_on_any_rank_ends_the_job_with_that_ranks_message_once(tmp_path, sentence, rank):
+def test_exception_on_any_rank_is_printed_once(tmp_path, sentence, rank):
     (tmp_path / "models_of_mine.py").write_text(FACTORY)
     began = time.monotonic()
     done = warm.job(
@@ -258,7 +258,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_gets_one_clear_line_and_exit_code_2_and_leaves_no_run_folder(tmp_path, forked, sentence, name):
+def test_bad_input_gives_one_line_and_exit_code_2(tmp_path, forked, sentence, name):
     (tmp_path / "file.txt").write_text("not a folder")
     arguments, message = BAD[name]
     base = ("--data.path", sentence, *SMALL, "--train.steps", 2)
@@ -268,7 +268,7 @@ def test_bad_input_gets_one_clear_line_and_exit_code_2_and_leaves_no_run_folder(
 
 
 @pytest.mark.parametrize("name", [*(name for name in BAD if "folder" not in name), "nothing fits"])
-def test_a_job_that_is_refused_has_no_run_folder_at_any_time(tmp_path, forked, sentence, name):
+def test_refused_job_never_makes_a_run_folder(tmp_path, forked, sentence, name):
     """A file named runs shows it: a run folder could not be created even for a moment."""
     (tmp_path / "runs").write_text("not a folder")
     (tmp_path / "tiny.toml").write_text(
@@ -281,7 +281,7 @@ def test_a_job_that_is_refused_has_no_run_folder_at_any_time(tmp_path, forked, s
     one_line(forked.run("train", *both, cwd=tmp_path), message)
 
 
-def test_a_start_that_is_killed_leaves_no_run_folder(tmp_path, sentence):
+def test_killed_start_leaves_no_run_folder(tmp_path, sentence):
     (tmp_path / "models_of_mine.py").write_text(
         "import os, signal\ndef killed(description):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -290,7 +290,7 @@ def test_a_start_that_is_killed_leaves_no_run_folder(tmp_path, sentence):
     assert done.returncode != 0 and not (tmp_path / "runs").exists()
 
 
-def test_what_ranks_said_before_they_had_a_run_folder_is_in_their_logs(tmp_path, sentence):
+def test_logs_contain_lines_from_before_the_run_folder_exists(tmp_path, sentence):
     done = warm.job(2, train_command("--data.path", sentence, *SMALL, "--train.steps", 1), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (logs,) = (tmp_path / "runs").glob("*/logs")
@@ -299,7 +299,7 @@ def test_what_ranks_said_before_they_had_a_run_folder_is_in_their_logs(tmp_path,
         assert first.split(" ", 1)[1].startswith(f"rank {rank} INFO started: rank {rank} of 2, process ") and second
 
 
-def test_runs_without_a_name_get_folders_of_their_own_also_within_one_second(tmp_path, sentence):
+def test_unnamed_runs_get_separate_folders_within_one_second(tmp_path, sentence):
     """Folders for the next 100 seconds exist already, as if other jobs had started then."""
     wrong = ("--data.path", sentence, *SMALL, "--train.steps", 1, "--checkpoint.resume", "nowhere")
     one_line(warm.job(2, train_command(*wrong), cwd=tmp_path), "does not exist; give auto", alone=False)
@@ -317,7 +317,7 @@ def test_runs_without_a_name_get_folders_of_their_own_also_within_one_second(tmp
 
 
 @pytest.mark.parametrize("kind", ["empty", "not hdf5"])
-def test_damaged_data_get_one_clear_line(tmp_path, forked, sentence, kind):
+def test_damaged_data_give_one_line(tmp_path, forked, sentence, kind):
     shutil.copytree(sentence, tmp_path / "data")
     shard = tmp_path / "data/train-00000.h5"
     size = shard.stat().st_size
@@ -326,25 +326,25 @@ def test_damaged_data_get_one_clear_line(tmp_path, forked, sentence, kind):
     one_line(done, "train-00000.h5")
 
 
-def test_odd_things_in_a_run_folder_get_one_clear_line(tmp_path, forked, sentence):
+def test_unexpected_files_in_a_run_folder_give_one_line(tmp_path, forked, sentence):
     """Folders with the names of files, and a checkpoint whose manifest has a correct checksum but lacks values."""
     latest = tmp_path / "r/checkpoints/latest"
     latest.mkdir(parents=True)
 
-    def go(steps):
+    def train(steps):
         arguments = ("--data.path", sentence, *SMALL, "--train.steps", steps, "--run.dir", "r")
         done = forked.run("train", *arguments, cwd=tmp_path)
         assert "Traceback" not in done.stderr
         return done.returncode, [line for line in done.stderr.splitlines() if line.startswith("mpitrain: ")]
 
-    code, [line] = go(1)  # a save would have to replace what it did not make: refused before the first step
+    code, [line] = train(1)  # a save would have to replace what it did not make: refused before the first step
     assert code == 2 and "checkpoints/latest exists already, but mpitrain did not write it" in line and latest.is_dir()
     latest.rmdir()
-    assert go(1) == (0, [])
+    assert train(1) == (0, [])
     config = tmp_path / "r/config.toml"
     config.unlink()
     config.mkdir()
-    assert go(1) == (0, [])  # what is not ours is kept under another name
+    assert train(1) == (0, [])  # what is not ours is kept under another name
     assert config.is_file() and any(path.is_dir() for path in config.parent.glob("config.toml?*"))
     folder = tmp_path / "r/checkpoints/step-00000001"
     payload = json.loads((folder / "manifest.json").read_text())["payload"]
@@ -352,11 +352,11 @@ def test_odd_things_in_a_run_folder_get_one_clear_line(tmp_path, forked, sentenc
         values = {key: value for key, value in payload["values"].items() if key != name}
         text = json.dumps(payload | {"values": values})
         (folder / "manifest.json").write_text(f'{{"crc32": {zlib.crc32(text.encode())}, "payload": {text}}}\n')
-        code, [line] = go(2)
+        code, [line] = train(2)
         assert code == 1 and f"has no '{name}' among its values" in line
 
 
-def test_bad_input_under_mpirun_is_told_once_by_rank_0(tmp_path, sentence):
+def test_bad_input_under_mpirun_is_printed_once_by_rank_0(tmp_path, sentence):
     done = job(2, train_command("--data.path", sentence, *SMALL, "--train.stpes", 3), cwd=tmp_path)
     one_line(done, "did you mean 'train.steps'?", alone=False)
     last = done.stderr.splitlines()[-1]  # below what mpirun says
@@ -381,9 +381,7 @@ def test_a_second_job_in_one_run_folder_is_refused(tmp_path, forked, sentence):
         ({"PMI_SIZE": "3", "PMI_RANK": "0"}, "mpirun belongs to another MPI"),
     ],
 )
-def test_processes_that_were_to_be_one_job_but_do_not_see_each_other_are_refused(
-    tmp_path, forked, environment, message
-):
+def test_processes_that_did_not_join_one_job_are_refused(tmp_path, forked, environment, message):
     one_line(forked.run("train", "--train.steps", 1, cwd=tmp_path, **environment), message, alone=False)
 
 

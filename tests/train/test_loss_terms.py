@@ -88,7 +88,7 @@ def formula(pairs):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_masked_targets_weigh_alike_on_every_layout(world, place, pairs):
+def test_masked_targets_have_equal_weight_on_every_layout(world, place, pairs):
     alone = world.subgroup([0])
     reference = run(alone, place / "alone", **settings(pairs)) if alone is not None else None
     reference = world.broadcast_object(reference)
@@ -114,7 +114,7 @@ def test_masked_reproducible_runs_have_the_same_bits(world, place, pairs):
     assert losses(world, "exact") == reference
 
 
-# -- terms inside of a model
+# -- loss terms of a model
 
 
 class Penalized(nn.Module):
@@ -162,7 +162,7 @@ TERMS = {
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_terms_inside_of_a_model_count_as_in_one_process(world, place):
+def test_loss_terms_of_a_model_give_the_results_of_one_process(world, place):
     alone = world.subgroup([0])
     reference = world.broadcast_object(run(alone, place / "terms-alone", **digits()) if alone is not None else None)
     assert {"loss of size", "loss of other"} <= reference[0].keys()
@@ -188,7 +188,7 @@ def test_reproducible_terms_have_the_same_bits(world, place):
     assert figures(world, "terms-exact") == reference
 
 
-def test_a_term_has_the_gradient_of_a_sum_with_the_loss_in_plain_torch():
+def test_loss_term_has_the_gradient_of_an_explicit_sum():
     model, loss = penalized()
     x, y = torch.randn(6, WIDTH), torch.randint(10, (6,))
     loss(model(x), y).backward()
@@ -206,10 +206,10 @@ def test_a_term_has_the_gradient_of_a_sum_with_the_loss_in_plain_torch():
 
 
 @pytest.mark.ranks(2)
-def test_terms_do_not_go_with_parallel_sequence(world, place, pairs):
+def test_loss_terms_with_parallel_sequence_are_refused(world, place, pairs):
     sections = settings(pairs, {"tensor": 2, "sequence": True})
     sections["model"]["factory"] = f"{__name__}:with_a_term"
-    with pytest.raises(InputError, match="'size' to the loss; set it to false"):
+    with pytest.raises(InputError, match="'size', which needs all of them; set parallel"):
         run(world, place / "in-parts", **sections)
 
 
@@ -233,7 +233,7 @@ def repeated(output, y):
     return functional.cross_entropy(output.unsqueeze(1).expand(-1, y.shape[1], -1).flatten(0, 1), y.flatten())
 
 
-def looped(comm, **parallel):
+def train_in_user_loop(comm, **parallel):
     model, _ = penalized()
     config = {"train": {"batch": 12, "microbatch": 2}, "parallel": parallel}
     engine = mt.initialize(model, partial(torch.optim.SGD, lr=0.1), config, loss=repeated, comm=comm)
@@ -250,7 +250,7 @@ def looped(comm, **parallel):
     return losses, evaluated
 
 
-def by_hand():
+def train_by_hand():
     model, _ = penalized()
     optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
     for step in range(STEPS):
@@ -272,11 +272,11 @@ def by_hand():
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_a_loop_of_ones_own_weighs_masked_targets_and_terms(world):
-    expected_losses, expected_evaluation = by_hand()
+def test_user_loop_weighs_masked_targets_and_loss_terms(world):
+    expected_losses, expected_evaluation = train_by_hand()
     cases = {1: [{}], 2: [{}, {"zero": 2}, {"zero": 3}, {"pipeline": 2}], 3: [{}, {"pipeline": 3}]}
     for parallel in cases[world.size]:
-        losses, evaluation = looped(world, **parallel)
+        losses, evaluation = train_in_user_loop(world, **parallel)
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected_losses), rtol=1e-4, atol=1e-6)
         assert evaluation == pytest.approx(expected_evaluation, rel=1e-4), parallel
 
@@ -284,7 +284,7 @@ def test_a_loop_of_ones_own_weighs_masked_targets_and_terms(world):
 # -- what a mean is over
 
 
-def test_a_loss_says_what_its_mean_is_over():
+def test_count_of_targets_that_a_loss_averages():
     y = torch.tensor([[1, -100, 2], [0, 0, -100]])
     assert counted(functional.cross_entropy, y) == 4
     assert counted(nn.CrossEntropyLoss(ignore_index=0), y.clamp(min=0)) == 2
@@ -292,14 +292,14 @@ def test_a_loss_says_what_its_mean_is_over():
     assert counted(nn.CrossEntropyLoss(reduction="sum"), y) == 2
     assert counted(functional.mse_loss, y.float()) == 2
 
-    class Own(nn.Module):
+    class CountSamples(nn.Module):
         counted = staticmethod(len)
 
-    assert counted(Own(), y) == 2
+    assert counted(CountSamples(), y) == 2
 
 
 @pytest.mark.ranks(4)
-def test_batch_norms_on_stages_need_as_many_microbatches_on_each_rank(world, place):
+def test_batch_norms_on_stages_need_equal_numbers_of_microbatches(world, place):
     sections = {"data": {"path": "digits"}, "model": {"name": "resnet", "layers": 18, "width": 4}}
     sections |= {"train": {"steps": 1, "batch": 5, "microbatch": 1}, "parallel": {"pipeline": 2}}
     with pytest.raises(InputError, match="BatchNorm needs as many microbatches on each rank"):

@@ -162,7 +162,7 @@ def test_layouts_measure_what_one_rank_does(world, place, text, layouts):
 def test_a_model_measures_itself_also_where_a_pipeline_ends(world, folder, arrays):
     sections = {
         "data": {"path": arrays["classes"]},
-        "model": {"factory": "train.own_metrics:measured"},
+        "model": {"factory": "train.own_metrics:with_metrics"},
         "train": {"steps": 3, "batch": 3, "evaluate_samples": 9},
     }
     for pipeline in (1, 2):
@@ -250,9 +250,9 @@ def test_sums_of_parts_come_to_the_formulas():
     [
         ("rmse", "train.metrics rmse is not of classes, which the targets are; choose accuracy, f1,"),
         ("train.own_metrics:margn", "did you mean 'margin'"),
-        ("train.own_metrics:accuracy", "there is a figure 'accuracy' already"),
+        ("train.own_metrics:accuracy", "the name 'accuracy' is already used"),
         ("train.own_metrics:broken", "raised ValueError: no such thing (own_metrics.py:"),
-        ("train.own_metrics:crooked", "return a tensor with a number for each, or their mean"),
+        ("train.own_metrics:wrong_shape", "return one number per sample, or the mean over them"),
     ],
 )
 def test_a_metric_of_ones_own_that_is_none_is_told_in_one_line(world, folder, arrays, metric, words):
@@ -331,13 +331,13 @@ def test_class_weights_give_torchs_weighted_loss_of_the_whole_batch(world, folde
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"train": {"class_weights": [1, 2]}}, "has 2 weights, and the data have 4 classes"),
+        ({"train": {"class_weights": [1, 2]}}, "has 2 weights, but the data have 4 classes"),
         ({"train": {"class_weights": "balanced"}, "data": "numbers"}, "on data with classes"),
         (
-            {"train": {"class_weights": "balanced"}, "model": {"factory": "train.own_metrics:measured"}},
-            "the loss of your",
+            {"train": {"class_weights": "balanced"}, "model": {"factory": "train.own_metrics:with_metrics"}},
+            "in the loss of your",
         ),
-        ({"train": {"class_weights": "balanced"}, "parallel": {"mode": "local"}}, "is for parallel.mode sync"),
+        ({"train": {"class_weights": "balanced"}, "parallel": {"mode": "local"}}, "needs parallel.mode sync"),
     ],
     ids=["number", "numbers", "own", "local"],
 )

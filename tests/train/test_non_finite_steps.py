@@ -100,7 +100,7 @@ def test_what_the_search_for_a_loss_scale_skips_is_expected_of_fp16_alone():
 def test_a_row_of_skipped_steps_ends_a_run_after_as_many_as_abort_after_says():
     nan, scale = float("nan"), LossScale.of("fp32")
     row = NonFiniteSteps().after(7, 2.0, True, scale)
-    assert [row.hopeless(step, 5) for step in (10, 11)] == [False, True] and not row.hopeless(1000, 0)
+    assert [row.should_abort(step, 5) for step in (10, 11)] == [False, True] and not row.should_abort(1000, 0)
     first = NonFiniteSteps().after(1, nan, True, scale)
-    assert [first.hopeless(step, 50) for step in (2, 3)] == [False, True] and first.hopeless(1, 1)
-    assert not NonFiniteSteps().after(1, 2.0, True, scale).hopeless(3, 50)  # its loss is finite
+    assert [first.should_abort(step, 50) for step in (2, 3)] == [False, True] and first.should_abort(1, 1)
+    assert not NonFiniteSteps().after(1, 2.0, True, scale).should_abort(3, 50)  # its loss is finite

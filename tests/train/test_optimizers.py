@@ -209,16 +209,19 @@ def test_no_decay_says_what_has_no_weight_decay(no_decay, decayed):
 @pytest.mark.parametrize(
     ("optim", "told"),
     [
-        ({"groups": [{"match": "0.wieght", "lr": 1e-3}]}, r"'0.wieght' is the name of no parameter.* are 0.weight,"),
+        ({"groups": [{"match": "0.wieght", "lr": 1e-3}]}, r"'0.wieght' matches no trained parameter; .* are 0.weight,"),
         ({"groups": [{"match": "0.*", "beta": 1}]}, r"match = '0.\*': AdamW has no beta; it has betas"),
         ({"groups": [{"lr": 1}]}, r"entry 1: match = None is no pattern; write match = "),
         ({"groups": [{"match": "*"}]}, r"entry 1: nothing but match; say what"),
         ({"groups": [{"match": "*", "lr": 1, "lr_scale": 2}]}, r"two ways to say one thing"),
         ({"groups": [{"match": "*", "weight_decay": -1}]}, r"weight_decay = -1 is wrong; give a number of at least 0"),
         ({"groups": [{"match": "*", "optimizer": "adamq"}]}, r"optimizer 'adamq' is not a class .* mean 'Adam'"),
-        ({"groups": [{"match": "*.bias", "optimizer": "muon"}]}, r"muon is for matrices, and 0.bias has 1 dimension;"),
+        (
+            {"groups": [{"match": "*.bias", "optimizer": "muon"}]},
+            r"only matrices, but 0.bias has 1 dimension;",
+        ),
         ({"name": "muon", "options": {"steps": 3}}, r"optim.options: Muon has no steps; it has momentum"),
-        ({"name": "muon", "options": {"adjust_lr_fn": "x"}}, r"Muon refuses its options: Adjust learning rate"),
+        ({"name": "muon", "options": {"adjust_lr_fn": "x"}}, r"Muon does not accept its options: Adjust learning rate"),
     ],
 )
 def test_what_groups_cannot_mean_is_told_in_a_line(optim, told):

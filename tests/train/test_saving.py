@@ -50,7 +50,7 @@ def test_the_interval_is_dalys_of_what_saves_and_steps_take_and_one_line_says_so
     trainer = Pretend(monkeypatch, node_mtbf=4320.0)
     assert trainer.until_saved(0.5, 2.1) == 20  # as long as nothing is known
     interval = round(daly(2.1, 1080 * HOUR) / 0.5)
-    why = "a save takes 2.1 s, and of 4 nodes one fails every 45 days (Daly 2006)"
+    why = "a save takes 2.1 s, and one of 4 nodes fails every 45 days (Daly 2006)"
     assert trainer.said == [f"checkpoints every {interval:,} steps: {why}"]
     assert trainer.schedule.next_after(20) == 20 + interval and trainer.schedule.next_after(10**9) == 10**9 + 1
     assert trainer.until_saved(0.5, 2.1) == 20 + interval and len(trainer.said) == 1
@@ -78,8 +78,8 @@ def test_in_the_background_the_time_held_up_counts_and_the_writing_is_waited_for
     trainer.until_saved(1.0, 3.02)
     why = "and this node fails every 60 minutes (Daly 2006)"
     assert trainer.said == [
-        f"checkpoints every 12 steps: a save holds training up for 0.02 s, {why}",
-        f"checkpoints every 90 steps: a save holds training up for 0.02 s and is written in 90 s, {why}",
+        f"checkpoints every 12 steps: a save delays training by 0.02 s, {why}",
+        f"checkpoints every 90 steps: a save delays training by 0.02 s and is written in 90 s, {why}",
     ]
 
 

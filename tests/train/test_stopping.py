@@ -43,8 +43,8 @@ def test_a_file_stops_and_is_gone_afterwards(tmp_path):
     stopping = stopping_in(tmp_path, 60)
     assert stopping.reason() == ""
     (tmp_path / "stop").touch()
-    stopping._looked = 0.0  # as if a while had passed
-    assert "stop is there" in stopping.reason()
+    stopping._checked = 0.0  # as if a while had passed
+    assert "stop exists" in stopping.reason()
     stopping.teardown(None)
     assert not (tmp_path / "stop").exists()
 

@@ -15,7 +15,7 @@ from mpitrain.checkpoint.contents import damaged_places
 from mpitrain.comm.faults.ulfm import Loss, partners
 from mpitrain.config.settings import Config
 from mpitrain.layout.mesh import whole_groups_first
-from mpitrain.trainer.elastic import Copies, CopyOften, Key, Survivors, data_ranks, newest_whole
+from mpitrain.trainer.elastic import Copies, Key, PeriodicCopies, Survivors, data_ranks, newest_complete
 from mpitrain.trainer.engine import Engine
 
 LAYOUTS = {
@@ -42,14 +42,14 @@ def test_a_copy_lies_with_another_rank_and_on_another_node_where_that_can_be(lay
 def test_a_set_is_whole_only_when_every_owners_copy_is_there():
     old, new, fewer = Key(7, 4, 0), Key(8, 4, 0), Key(7, 3, 1)
     before = [(old, rank) for rank in range(4)]
-    assert newest_whole(before) == old
-    assert newest_whole([*before, (new, 0), (new, 1), (new, 3)]) == old
-    assert newest_whole([*before, *((new, rank) for rank in range(4))]) == new
-    assert newest_whole([*before, *((fewer, rank) for rank in range(3))]) == fewer
+    assert newest_complete(before) == old
+    assert newest_complete([*before, (new, 0), (new, 1), (new, 3)]) == old
+    assert newest_complete([*before, *((new, rank) for rank in range(4))]) == new
+    assert newest_complete([*before, *((fewer, rank) for rank in range(3))]) == fewer
     again = Key(7, 4, 1)  # as many ranks as before, because one took part that had waited
-    assert newest_whole([*before[:2], *((again, rank) for rank in (2, 3))]) is None
-    assert newest_whole([(old, 0), (old, 0), (old, 2), (old, 3)]) is None
-    assert newest_whole([]) is None
+    assert newest_complete([*before[:2], *((again, rank) for rank in (2, 3))]) is None
+    assert newest_complete([(old, 0), (old, 0), (old, 2), (old, 3)]) is None
+    assert newest_complete([]) is None
 
 
 def _config(**sections):
@@ -144,14 +144,14 @@ def test_a_rank_lost_with_its_partner_leaves_a_whole_state_only_where_each_rank_
         assert copies.restore(survivors, _engine(survivors, zero)) is None
         assert copies.parts(survivors) is None
         if zero == 0:
-            copies.take_alone(engine, Key(2, world.size, 0), {"position": 20}, world.rank, columns=1)
+            copies.take_full(engine, Key(2, world.size, 0), {"position": 20}, world.rank, columns=1)
             after = _engine(survivors, zero)
             manifest = copies.restore(survivors, after)
             assert manifest is not None and (manifest.step, manifest.values["position"]) == (2, 20)
             state = after.state_dict()
             assert all(torch.equal(state[name], value) for name, value in expected.items())
             assert all(float(s["step"]) == 1 for s in after.optimizer.state.values() if s)
-            copies._alone = copies._alone._replace(crc=survivors.rank)  # what should be the same is not
+            copies._full_copy = copies._full_copy._replace(crc=survivors.rank)  # what should be the same is not
             assert copies.restore(survivors, _engine(survivors, zero)) is None
     world.barrier()
 
@@ -198,7 +198,7 @@ def test_the_state_is_copied_at_the_start_and_after_each_copy_every_steps(
     }
     trainer = mt.Trainer(sections, world=world)
     survivors = Survivors(trainer)
-    trainer.callbacks += [survivors, CopyOften(survivors)]
+    trainer.callbacks += [survivors, PeriodicCopies(survivors)]
     with trainer.working():
         assert trainer.train() == 0
     assert taken_steps == steps

@@ -28,15 +28,15 @@ from mpitrain.errors import CheckpointError, InputError, refusal
 from mpitrain.loading import require_trusted
 from mpitrain.models.metrics import Confusion, measures_of
 from mpitrain.storage.run_folder import CONFIG
-from mpitrain.trainer.device import full_told, set_threads
-from mpitrain.trainer.folder import together
-from mpitrain.trainer.held_out.measuring import evaluated
+from mpitrain.trainer.device import explain_out_of_memory, set_threads
+from mpitrain.trainer.folder import agree_on_errors
+from mpitrain.trainer.held_out.measuring import evaluate_samples
 from mpitrain.trainer.state import OPTIMIZER
 from mpitrain.trainer.trainer import Trainer
 
-_AGAIN = 3  # attempts to list the checkpoints, because a running job may remove some meanwhile
+_ATTEMPTS = 3  # attempts to list the checkpoints, because a running job may remove some meanwhile
 # settings of a run that define its model and how it is measured
-_KEPT = {"model": None, "data": None, "train": ("batch", "microbatch", "precision", "metrics")}
+_USED_SETTINGS = {"model": None, "data": None, "train": ("batch", "microbatch", "precision", "metrics")}
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,17 @@ class Evaluator(Trainer):
     """A trainer that takes no steps and evaluates a checkpoint. Its construction is collective over `world`.
 
     Args:
-        asked: Request with these attributes: `run`, the run folder; `checkpoint`, or None for the newest complete one;
-            `data`, a data set as data.path names it, or None for the run's own; `split` of the data set; `samples`, the
-            largest number of samples, or None for all; `confusion`, true for the confusion matrix; `trust`, true if
-            code in the run folder may be executed.
+        request: Options with these attributes: `run`, the run folder; `checkpoint`, or None for the newest complete
+            one; `data`, a data set as data.path names it, or None for the run's own; `split` of the data set;
+            `samples`, the largest number of samples, or None for all; `confusion`, true for the confusion matrix;
+            `trust`, true if code in the run folder may be executed.
         flags: Settings that override the run's, as on a command line. Settings of the run's layout are never used.
         world: Ranks that evaluate.
     """
 
-    def __init__(self, asked: Namespace, flags: Sequence[str], world: Communicator) -> None:
-        self.asked = asked
-        super().__init__(lambda: _settings(asked, flags), world=world)
+    def __init__(self, request: Namespace, flags: Sequence[str], world: Communicator) -> None:
+        self.request = request
+        super().__init__(lambda: _settings(request, flags), world=world)
 
     def evaluation(self) -> Evaluation:
         """Load the checkpoint and evaluate it. Collective.
@@ -88,15 +88,16 @@ class Evaluator(Trainer):
         set_timeout(self.config.comm.timeout)
         carry_device_memory(self.config.comm.device)
         set_threads(self.world, self.config.run.reproducible)
-        with full_told(self.device), self.open_store() as self.store:
-            folder, manifest = self._first(lambda manifest: [])  # the checkpoint that is probably used
-            self._require_alike(manifest)
+        with explain_out_of_memory(self.device), self.open_store() as self.store:
+            folder, manifest = self._first_readable(lambda manifest: [])  # the checkpoint that is probably used
+            self._require_matching_data(manifest)
             self.prepare()
-            folder, manifest = self._first(self._parts_without_states, folder)  # another if it is damaged or removed
+            # another checkpoint if this one is damaged or removed
+            folder, manifest = self._first_readable(self._parts_without_states, folder)
             self.engine.finish_load(manifest)
-            samples = min(self.asked.samples or len(self.data), len(self.data))
+            samples = min(self.request.samples or len(self.data), len(self.data))
             x, y = (torch.from_numpy(some).to(self.device) for some in self.data.read(np.zeros(1, dtype=np.int64)))
-            figures = evaluated(
+            figures = evaluate_samples(
                 self.config, self.places, self.engine, self.data, self.meter, most=samples, spare=(x, y)
             )
         counts = {name: value for name, value in self.meter.counts.items() if name == Confusion.name}
@@ -106,42 +107,42 @@ class Evaluator(Trainer):
 
     def open_data(self) -> tuple[Dataset, Dataset | None]:
         """Return the samples to evaluate in place of training samples, and None. Collective."""
-        return self._open(self.config.data.path, self.asked.split), None
+        return self._open(self.config.data.path, self.request.split), None
 
     def _open(self, path: str, split: str) -> Dataset:
         world, sequence = self.world, self.config.model.sequence
-        together(world, lambda: resolve(path) if world.local_rank == 0 else None)
-        return together(world, lambda: open_dataset(resolve(path), split, sequence=sequence))
+        agree_on_errors(world, lambda: resolve(path) if world.local_rank == 0 else None)
+        return agree_on_errors(world, lambda: open_dataset(resolve(path), split, sequence=sequence))
 
     def prepare(self) -> None:
         """Prepare as for training, and add the metrics that training leaves out because they take longer.
 
         Collective.
         """
-        together(self.world, self._require_trusted)
+        agree_on_errors(self.world, self._require_trusted)
         super().prepare()
         description = self.data.description
         existing = {metric.name for metric in self.meter.metrics}
         metrics = [metric for metric in measures_of(description, more=True) if metric.name not in existing]
-        if self.asked.confusion and not description.classes:
-            raise refusal(f"--confusion is of classes, and the targets of {self.config.data.path} are none; leave it")
-        self.meter.add([metric for metric in metrics if self.asked.confusion or not isinstance(metric, Confusion)])
+        if self.request.confusion and not description.classes:
+            raise refusal(f"--confusion needs classes, which {self.config.data.path} does not have; remove --confusion")
+        self.meter.add([metric for metric in metrics if self.request.confusion or not isinstance(metric, Confusion)])
 
     # -- internals
 
     def _require_trusted(self) -> None:
         """Raise InputError if the run uses code in its own folder, unless the user trusts it."""
-        require_trusted(self.config.model, self.asked.run, self.asked.trust)
-        for metric in () if self.asked.trust else self.config.train.metrics:
+        require_trusted(self.config.model, self.request.run, self.request.trust)
+        for metric in () if self.request.trust else self.config.train.metrics:
             if ":" in metric:
-                require_outside("train.metrics", metric, self.asked.run)
+                require_outside("train.metrics", metric, self.request.run)
 
     def _parts_without_states(self, manifest: Manifest) -> list[Part]:
         """Return the parts to read, without optimizer states, which an evaluation does not need."""
         tensors = {name: spec for name, spec in manifest.tensors.items() if not name.startswith(OPTIMIZER)}
         return self.engine.parts_to_load(replace(manifest, tensors=tensors))
 
-    def _first(self, parts_for: Any, likely: Path | None = None) -> tuple[Path, Manifest]:
+    def _first_readable(self, parts_for: Any, likely: Path | None = None) -> tuple[Path, Manifest]:
         """Return the newest checkpoint whose parts can be read, and its manifest.
 
         Args:
@@ -149,9 +150,9 @@ class Evaluator(Trainer):
             likely: Checkpoint to try first; None for the newest.
         """
         reasons: list[str] = []
-        for _ in range(_AGAIN):
-            asked = self.asked.checkpoint
-            folders = [asked] if asked is not None else self.store.newest_first()
+        for _ in range(_ATTEMPTS):
+            requested = self.request.checkpoint
+            folders = [requested] if requested is not None else self.store.newest_first()
             for folder in dict.fromkeys(folders if likely is None else [likely, *folders]):
                 try:
                     return folder, self.store.load(folder, parts_for)
@@ -159,27 +160,27 @@ class Evaluator(Trainer):
                     reasons.append(str(error))
             likely = None
         if reasons:
-            raise CheckpointError(f"no checkpoint of {self.asked.run} can be used: {reasons[0]}", agreed=True)
-        raise refusal(f"run folder {self.asked.run} has no checkpoint yet; give one that was saved")
+            raise CheckpointError(f"no checkpoint of {self.request.run} can be used: {reasons[0]}", agreed=True)
+        raise refusal(f"run folder {self.request.run} has no checkpoint yet; give a run that has saved one")
 
-    def _require_alike(self, manifest: Manifest) -> None:
+    def _require_matching_data(self, manifest: Manifest) -> None:
         """Raise InputError if the kind of the data set differs from that of the run's training data."""
         path, trained = self.config.data.path, self._trained_on(manifest)
         if trained is None:
             return
-        description = self._open(path, self.asked.split).description
+        description = self._open(path, self.request.split).description
         columns = trained.get("columns")
         if columns and tuple(ColumnSpec(**each) for each in columns) != description.columns:
             raise refusal(
-                f"data set {path or 'of data.path'} made numbers of its columns otherwise than the one that "
-                f"{self.asked.run} was trained on; prepare it with --like and that data set"
+                f"data set {path or 'of data.path'} converted its columns to numbers in another way than the training "
+                f"data of {self.request.run}; prepare it with --like and that data set"
             )
-        for key, value in _form(description).items():
+        for key, value in _data_properties(description).items():
             if trained.get(key, value) != value:
-                mine, theirs = _told(key, value), _told(key, trained[key])
+                mine, theirs = _describe(key, value), _describe(key, trained[key])
                 raise refusal(
-                    f"data set {path or 'of data.path'} has {mine}, and {self.asked.run} was trained on {theirs}; give "
-                    "data that were prepared alike"
+                    f"data set {path or 'of data.path'} has {mine}, but {self.request.run} was trained on {theirs}; "
+                    "prepare it in the same way as the training data"
                 )
 
     def _trained_on(self, manifest: Manifest) -> dict[str, Any] | None:
@@ -188,12 +189,12 @@ class Evaluator(Trainer):
         if "data" in task:
             return {key: tuple(value) if isinstance(value, list) else value for key, value in task["data"].items()}
         trained_path = self.world.on_root(
-            lambda: read_toml(str(self.asked.run / CONFIG)).get("data", {}).get("path", "")
+            lambda: read_toml(str(self.request.run / CONFIG)).get("data", {}).get("path", "")
         )
-        if self.asked.data is None or trained_path == self.config.data.path:
+        if self.request.data is None or trained_path == self.config.data.path:
             return None
         try:
-            return _form(self._open(trained_path, "train").description)
+            return _data_properties(self._open(trained_path, "train").description)
         except InputError:
             return None  # loading the model then reports what does not fit
 
@@ -213,28 +214,28 @@ def checkpoint_of(run: Path, *, best: bool, step: int | None) -> tuple[Path, Pat
     if not (run / CONFIG).exists() and find(run) == [run]:
         run, folder = run.parent.parent, run
     if not (run / CONFIG).exists():
-        raise InputError(f"{run} is no run folder, which has a {CONFIG}; give the run.dir of a training run")
+        raise InputError(f"{run} is not a run folder, because it has no {CONFIG}; give the run.dir of a training run")
     if best:
         folder = marked_best(run)
     if step is not None:
         matches = [path for path in find(run) if path.name == folder_name(step)]
         if not matches:
             raise InputError(
-                f"{run} has no checkpoint of step {step}; python -m mpitrain.checkpoint ls {run} lists them"
+                f"{run} has no checkpoint of step {step}; list those it has with python -m mpitrain.checkpoint ls {run}"
             )
         folder = matches[0]
     return run, folder
 
 
-def _settings(asked: Namespace, flags: Sequence[str]) -> Config:
+def _settings(request: Namespace, flags: Sequence[str]) -> Config:
     """Return the settings of the run without its layout, overridden by the flags."""
-    path = asked.run / CONFIG
+    path = request.run / CONFIG
     trained, (file, overrides) = read_toml(str(path)), parse(flags)
     if file is not None:
-        raise refusal(f"{file} is not understood; give one RUN, and settings as --section.key value")
+        raise refusal(f"unexpected argument {file}; give one RUN, and settings as --section.key value")
     Config.from_dict(trained, str(path))
     values: dict[str, dict[str, Any]] = {}
-    for section, keys in _KEPT.items():
+    for section, keys in _USED_SETTINGS.items():
         saved = trained.get(section, {})
         values[section] = {key: value for key, value in saved.items() if keys is None or key in keys}
     values["model"].pop("compile", None)
@@ -243,13 +244,13 @@ def _settings(asked: Namespace, flags: Sequence[str]) -> Config:
     values["run"] = {"seed": trained.get("run", {}).get("seed", 1)}
     for section, flagged in overrides.items():
         values.setdefault(section, {}).update(flagged)
-    if asked.data is not None:
-        values["data"]["path"] = asked.data
-    values["run"]["dir"] = str(asked.run)
+    if request.data is not None:
+        values["data"]["path"] = request.data
+    values["run"]["dir"] = str(request.run)
     return Config.from_dict(values, f"{path} with the command line")
 
 
-def _form(description: Description) -> dict[str, Any]:
+def _data_properties(description: Description) -> dict[str, Any]:
     """Return the properties of data that must match for a model to accept the samples."""
     return {
         "kind": description.kind,
@@ -260,7 +261,7 @@ def _form(description: Description) -> dict[str, Any]:
     }
 
 
-def _told(key: str, value: Any) -> str:
+def _describe(key: str, value: Any) -> str:
     if key == "classes":
         more = ", ..." if value and len(value) > 4 else ""
         return f"{len(value)} classes ({', '.join(value[:4])}{more})" if value else "no classes"

@@ -57,7 +57,7 @@ _METHODS = ("update", "compute", "reset")  # methods of torchmetrics.Metric, whi
 LOSS = "loss"  # name of the figure that is not a metric
 
 
-class OwnMetric(Metric):
+class UserMetric(Metric):
     """A user's function(output, y) that is evaluated as a metric.
 
     The function receives the model's whole output for some samples and their targets, in evaluation mode and without
@@ -83,7 +83,7 @@ class OwnMetric(Metric):
 
     def sums(self, output: Any, y: torch.Tensor) -> torch.Tensor:
         named = f"train.metrics {self.path}"
-        return summed(named, _tried(named, lambda: self.function(output, y)), y)
+        return sums_of(named, _call_user_code(named, lambda: self.function(output, y)), y)
 
     def value(self, sums: torch.Tensor) -> float:
         total, count = sums.tolist()
@@ -96,7 +96,7 @@ class Meter:
     Args:
         metrics: Metrics to evaluate.
         description: Description of the data.
-        own: The model's own function, which returns a dict; None if it has none.
+        model_metrics: The model's own function, which returns a dict; None if it has none.
         ends_here: If true, this rank has the model's outputs; otherwise it does not call functions of the user.
         divided: Axis of ranks that have parts of the scores, and number of classes over all of them; None if each rank
             has all scores.
@@ -105,14 +105,14 @@ class Meter:
         metrics: Metrics to evaluate.
         worker: Virtual worker to which samples are attributed.
         directions: For the loss and each metric, by name: true if larger is better, None if unknown.
-        counts: Sums over all ranks of the metrics that count, by name; set by `gathered`.
+        counts: Sums over all ranks of the metrics that count, by name; set by `gather_sums`.
     """
 
     def __init__(
         self,
         metrics: Sequence[Measure],
         description: Description,
-        own: Function | None = None,
+        model_metrics: Function | None = None,
         *,
         ends_here: bool = True,
         divided: tuple[Axis, int] | None = None,
@@ -124,10 +124,10 @@ class Meter:
         self._y_numbers = max(1, math.prod(description.y_shape))
         self._divided = divided
         self._ends_here = ends_here
-        self._asks_model, self._own = own is not None, own if ends_here else None
+        self._has_model_metrics, self._model_metrics = model_metrics is not None, model_metrics if ends_here else None
         self._sums: dict[str, torch.Tensor] = {}  # by the metric's name: [workers, size]
-        self._told: dict[str, torch.Tensor] = {}  # by the name in the model's dict: [workers, 2]
-        self._found: dict[str, float] = {}  # figures of metrics that collect outputs
+        self._model_sums: dict[str, torch.Tensor] = {}  # by the name in the model's dict: [workers, 2]
+        self._figures: dict[str, float] = {}  # figures of metrics that collect outputs
         self._names: list[str] = []  # names in the model's dict, equal on all ranks
         self._like = torch.empty(0, 1)
 
@@ -145,7 +145,7 @@ class Meter:
     def begin(self, like: torch.Tensor) -> None:
         """Reset all sums. like: float64 [workers, 1], on the device of the results."""
         self._like, self.worker = like, 0
-        self.counts, self._sums, self._told, self._found = {}, {}, {}, {}
+        self.counts, self._sums, self._model_sums, self._figures = {}, {}, {}, {}
         for metric in self._collected:
             metric.begin()
 
@@ -159,7 +159,7 @@ class Meter:
         shown: Any = output
         axis, classes = self._divided or (None, 0)
         if axis is not None:
-            if self._own is not None or any(isinstance(m, (OwnMetric, Collected)) for m in self.metrics):
+            if self._model_metrics is not None or any(isinstance(m, (UserMetric, Collected)) for m in self.metrics):
                 output = whole(output, axis, classes)
             nats, guess, above = judge(shown, y, axis, classes, top=self._top)
             right = y.reshape(-1)
@@ -168,7 +168,7 @@ class Meter:
             shown = judged(output, y, top=self._top)
         share = y.numel() / (len(y) * self._y_numbers) if isinstance(y, torch.Tensor) and len(y) else 1.0
         for metric in self.metrics:
-            if isinstance(metric, OwnMetric):
+            if isinstance(metric, UserMetric):
                 self._add(self._sums, metric.name, metric.sums(output, y) * share)
             elif isinstance(metric, OfScores) and isinstance(shown, Judged):
                 if axis is not None or fits(metric, output, y):
@@ -177,16 +177,16 @@ class Meter:
                 self._add(self._sums, metric.name, metric.sums(output, y))
         for collected in self._collected if self._ends_here else ():
             collected.see(output, y)
-        if self._own is not None:
-            for name, sums in _of_model(self._own, output, y).items():
-                self._add(self._told, name, sums * share)
+        if self._model_metrics is not None:
+            for name, sums in _sums_of_model(self._model_metrics, output, y).items():
+                self._add(self._model_sums, name, sums * share)
 
     def _add(self, to: dict[str, torch.Tensor], name: str, sums: torch.Tensor) -> None:
         if name not in to:
             to[name] = torch.zeros(len(self._like), len(sums), dtype=torch.float64, device=sums.device)
         to[name][self.worker] += sums
 
-    def gathered(self, places: GroupPlaces, engine: Engine) -> torch.Tensor:
+    def gather_sums(self, places: GroupPlaces, engine: Engine) -> torch.Tensor:
         """Return the sums of this rank's virtual workers, on all stages of a pipeline. Collective.
 
         The counts of metrics that count are summed over all ranks into `counts`.
@@ -199,13 +199,13 @@ class Meter:
             Sums, float64 [workers, numbers].
         """
         pipeline = engine.pipeline
-        if self._asks_model:
-            names_of_ranks = places.everyone.all_gather_object(sorted(self._told))
+        if self._has_model_metrics:
+            names_of_ranks = places.everyone.all_gather_object(sorted(self._model_sums))
             self._names = sorted({name for names in names_of_ranks for name in names})
             if pipeline is not None:
                 self._names = pipeline.comm.broadcast_object(self._names, pipeline.last_rank)
         columns = [self._rows(self._sums.get(metric.name), metric.size) for metric in self._summed]
-        columns += [self._rows(self._told.get(name), 2) for name in self._names]
+        columns += [self._rows(self._model_sums.get(name), 2) for name in self._names]
         sums = torch.cat([self._like[:, :0], *columns], 1).contiguous()
         if pipeline is not None and sums.numel():
             pipeline.comm.broadcast(sums, pipeline.last_rank)
@@ -216,11 +216,11 @@ class Meter:
             places.everyone.all_reduce(counted)
             self.counts[metric.name] = counted.cpu()
         if self._collected:
-            gather = gathered_from(places.everyone)
+            gather = make_gather(places.everyone)
             if self._ends_here:
-                self._found = {n: v for metric in self._collected for n, v in metric.figures(gather).items()}
+                self._figures = {n: v for metric in self._collected for n, v in metric.figures(gather).items()}
             if pipeline is not None:
-                self._found = pipeline.comm.broadcast_object(self._found, pipeline.last_rank)
+                self._figures = pipeline.comm.broadcast_object(self._figures, pipeline.last_rank)
         return sums
 
     def _rows(self, sums: torch.Tensor | None, size: int) -> torch.Tensor:
@@ -230,7 +230,7 @@ class Meter:
         """Return the figures by name, without metrics that do not suit the model's output.
 
         Args:
-            totals: Numbers of `gathered`, summed over all virtual workers.
+            totals: Numbers of `gather_sums`, summed over all virtual workers.
         """
         figures, remaining = dict[str, float](), list(totals)
         for metric in self._summed:
@@ -240,7 +240,7 @@ class Meter:
         for metric in self._counting:
             if self.counts[metric.name].any():
                 figures |= metric.figures(self.counts[metric.name])
-        figures |= self._found
+        figures |= self._figures
         for name in self._names:
             (total, count), remaining = remaining[:2], remaining[2:]
             figures[name] = total / count
@@ -264,10 +264,10 @@ def meter_of(config: Config, task: Task, description: Description, engine: Engin
     for path in (name for name in requested if ":" in name):
         function, classes = find("train.metrics", path), description.classes or ()
         user_metric = (
-            LibraryMetric(path, function, classes) if is_library_metric(function) else OwnMetric(path, function)
+            LibraryMetric(path, function, classes) if is_library_metric(function) else UserMetric(path, function)
         )
         if user_metric.name in {LOSS, *(metric.name for metric in metrics)}:
-            raise refusal(f"train.metrics {path}: there is a figure {user_metric.name!r} already; give it another name")
+            raise refusal(f"train.metrics {path}: the name {user_metric.name!r} is already used; rename the function")
         metrics.append(user_metric)
     pipeline, criterion = engine.pipeline, getattr(task.module, "criterion", None)
     axis = getattr(criterion, "axis", None)  # attribute of a criterion that works on parts of the scores
@@ -286,7 +286,7 @@ def meter_of(config: Config, task: Task, description: Description, engine: Engin
     return meter
 
 
-def summed(named: str, value: Any, y: Any) -> torch.Tensor:
+def sums_of(named: str, value: Any, y: Any) -> torch.Tensor:
     """Return [sum, samples] from the value of a user's metric: one number for each sample of y, or their mean.
 
     Args:
@@ -302,33 +302,33 @@ def summed(named: str, value: Any, y: Any) -> torch.Tensor:
     if tensor is None or tensor.shape not in ((), (samples,)) or tensor.is_complex():
         what = f"a tensor {list(tensor.shape)}" if tensor is not None else type(value).__name__
         raise InputError(
-            f"{named} returned {what} for {samples} samples; return a tensor with a number for each, or their mean"
+            f"{named} returned {what} for {samples} samples; return one number per sample, or the mean over them"
         )
     total = tensor.double() * samples if tensor.dim() == 0 else tensor.double().sum()
     return torch.stack([total, torch.full_like(total, samples)])
 
 
-def _tried(named: str, act: Callable[[], Any]) -> Any:
+def _call_user_code(named: str, act: Callable[[], Any]) -> Any:
     """Return `act()`; convert any exception into an InputError that names the user's function."""
     try:
         return act()
     except Exception as error:
-        raise InputError(f"{named} raised {told(error)}; mend it") from error
+        raise InputError(f"{named} raised {told(error)}; fix it") from error
 
 
-def _of_model(function: Function, output: Any, y: Any) -> dict[str, torch.Tensor]:
+def _sums_of_model(function: Function, output: Any, y: Any) -> dict[str, torch.Tensor]:
     """Return the sums of the model's own `metrics`, by name."""
     named = "the model's metrics(output, y)"
-    values = _tried(named, lambda: function(output, y))
+    values = _call_user_code(named, lambda: function(output, y))
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise InputError(f"{named} returned {type(values).__name__}; return a dict of names and values")
-    return {name: summed(f"{named}: {name!r}", value, y) for name, value in values.items()}
+    return {name: sums_of(f"{named}: {name!r}", value, y) for name, value in values.items()}
 
 
-def is_library_metric(found: object) -> bool:
+def is_library_metric(value: object) -> bool:
     """Return whether an object that train.metrics names is a metric of torchmetrics, or a class of one."""
-    module = isinstance(found, nn.Module) or (isinstance(found, type) and issubclass(found, nn.Module))
-    return module and all(callable(getattr(found, name, None)) for name in _METHODS)
+    module = isinstance(value, nn.Module) or (isinstance(value, type) and issubclass(value, nn.Module))
+    return module and all(callable(getattr(value, name, None)) for name in _METHODS)
 
 
 class LibraryMetric(Collected):
@@ -340,13 +340,13 @@ class LibraryMetric(Collected):
 
     Args:
         path: package.module:name, for messages; the figure has that name.
-        found: The metric, which is copied, or a class that needs no arguments.
+        metric: The metric, which is copied, or a class that needs no arguments.
         classes: Names of the classes; may be empty.
     """
 
-    def __init__(self, path: str, found: Any, classes: Sequence[str]) -> None:
+    def __init__(self, path: str, metric: Any, classes: Sequence[str]) -> None:
         self.path, self.name, self._classes = path, path.rpartition(":")[2], tuple(classes)
-        self._metric = self._tried(lambda: found() if isinstance(found, type) else copy.deepcopy(found))
+        self._metric = self._call_user_code(lambda: metric() if isinstance(metric, type) else copy.deepcopy(metric))
         self.higher = getattr(self._metric, "higher_is_better", None)
         for metric in self._metrics():
             metric.sync_on_compute = metric._to_sync = False  # torch.distributed is not used
@@ -359,7 +359,7 @@ class LibraryMetric(Collected):
     def see(self, output: Any, y: Any) -> None:
         if isinstance(output, torch.Tensor):
             self._metric.to(output.device)
-        self._tried(lambda: self._metric.update(output, y))
+        self._call_user_code(lambda: self._metric.update(output, y))
         self._seen += len(y)
 
     def figures(self, gather: Gather) -> dict[str, float]:
@@ -370,7 +370,7 @@ class LibraryMetric(Collected):
                 setattr(metric, state, _reduced(getattr(metric, state), reduce, gather))
             metric._update_count = max(metric._update_count, 1)
             metric._computed = None
-        return dict(self._named(self.name, self._tried(self._metric.compute)))
+        return dict(self._named(self.name, self._call_user_code(self._metric.compute)))
 
     def _metrics(self) -> Iterator[Any]:
         """Return the metric and the metrics that it contains; their states are to be gathered from all ranks."""
@@ -387,11 +387,11 @@ class LibraryMetric(Collected):
         else:
             what = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise InputError(
-                f"train.metrics {self.path} computed {what}; have it compute a number, one for each class, or a dict"
+                f"train.metrics {self.path} computed {what}; it must compute a number, one number per class, or a dict"
             )
 
-    def _tried(self, act: Callable[[], Any]) -> Any:
-        return _tried(f"train.metrics {self.path}", act)
+    def _call_user_code(self, act: Callable[[], Any]) -> Any:
+        return _call_user_code(f"train.metrics {self.path}", act)
 
 
 def _reduced(state: Any, reduce: Any, gather: Gather) -> Any:
@@ -408,7 +408,7 @@ def _reduced(state: Any, reduce: Any, gather: Gather) -> Any:
     return [torch.cat([item.reshape(1) if item.dim() == 0 else item for item in flat])]
 
 
-def gathered_from(comm: Communicator) -> Gather:
+def make_gather(comm: Communicator) -> Gather:
     """Return a function that gathers a tensor from every rank, in order, on the host.
 
     The tensors' sizes may differ and be 0. Calls of the function are collective over `comm`.
@@ -432,7 +432,7 @@ def gathered_from(comm: Communicator) -> Gather:
     return gather
 
 
-def evaluated(
+def evaluate_samples(
     config: Config,
     places: GroupPlaces,
     engine: Engine,
@@ -483,7 +483,7 @@ def evaluated(
         for _ in range(done, workers.rounds(size, microbatch)):
             engine.evaluate(*spare)
         parts.end_batch(engine, batch.position, size, spare)
-    sums = meter.gathered(places, engine)
+    sums = meter.gather_sums(places, engine)
     reduced = workers.begin_totals(places.everyone, torch.cat([losses, sums, parts.sums], 1))()
     total, counts, *totals = [each / places.mesh.parts.size for each in reduced]
     measured = sums.shape[1]

@@ -53,7 +53,7 @@ from mpitrain.trainer.engine import Engine, StepResult
 from mpitrain.trainer.held_out.measuring import LOSS
 from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.run import Run, Step, Strategy
-from mpitrain.trainer.state import MASTER, OPTIMIZER, Holding, LeftOut
+from mpitrain.trainer.state import MASTER, OPTIMIZER, CompressionErrors, Holding
 
 
 class Synchronous(Strategy):
@@ -155,7 +155,7 @@ class LocalEngine(Engine):
         slices = [FlatSlice(values, self._holders) for values in kinds]
         parallel, buckets = self.config.parallel, list[Bucket]()
         compression = None if parallel.local_compression == "none" else from_name(parallel.local_compression)
-        self._left_out = LeftOut(f"{LEFT_OUT}{world.rank}/", compression)
+        self._left_out = CompressionErrors(f"{LEFT_OUT}{world.rank}/", compression)
         for n, part in enumerate(slices):
             whole = [(at, p) for p, first, last, at in self._contents(n, part) if last - first == p.numel()]
             if compression is not None:
@@ -317,7 +317,7 @@ class LocalEngine(Engine):
         for h in self._outer() + self._ahead():
             if h.name in manifest.tensors:
                 parts += h.parts(h.data, 0, h.last - h.first)
-        return parts + self._left_out.parts_to_load(manifest, self.device, alike=same_groups)
+        return parts + self._left_out.parts_to_load(manifest, self.device, same_ranks=same_groups)
 
     def _alike(self, manifest: Manifest) -> bool:
         """Return whether the same number of groups wrote the checkpoint."""

@@ -34,7 +34,7 @@ from mpitrain.loose.sharding import OwnShares, Roles, ServedSharding, squares
 from mpitrain.shard.ddp import broadcast_state, broadcast_tensors
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.data import GroupPlaces, augment_of
-from mpitrain.trainer.elastic import Survivors, TooFewLeft
+from mpitrain.trainer.elastic import Survivors, TooFewRanks
 from mpitrain.trainer.engine import Engine, StepResult
 from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.options import every_setting
@@ -432,24 +432,24 @@ class ServedSurvivors(Survivors):
         if step.number > self._completed:  # earlier steps are only repeated for ranks that did not know them
             super().on_step_end(trainer, step)
 
-    def close_ranks(self) -> None:
-        self._leave_out_the_dead(None)  # keeps the order, in which the servers are last
+    def rebuild_world(self) -> None:
+        self._shrink_world(None)  # keeps the order, in which the servers are last
         dead = sorted(self._servers & set(self._lost))
         if dead:
             which = f"rank {dead[0]}, a server," if len(dead) == 1 else f"ranks {', '.join(map(str, dead))}, servers,"
-            raise TooFewLeft(
+            raise TooFewRanks(
                 f"{which} died with a part of the parameters; start the job again, it goes on from the last checkpoint",
                 agreed=True,
             )
         if self.everyone.size == len(self._servers):
-            raise TooFewLeft("all workers died; start the job again, it goes on from the last checkpoint", agreed=True)
-        self._take_stock()
+            raise TooFewRanks("all workers died; start the job again, it goes on from the last checkpoint", agreed=True)
+        self._copy_last_state()
         self._trainer.let_go()
-        self._begin_anew()
+        self._reset_settings()
         self._trainer.world = self.everyone
         self._trainer.folder.move_to(self.everyone)
 
-    def _take_stock(self) -> None:
+    def _copy_last_state(self) -> None:
         trainer, session = self._trainer, self._strategy.session
         if session is None:
             return

@@ -36,7 +36,7 @@ from mpitrain.trainer.run import Callback, Run, Step
 from mpitrain.trainer.stopping import LearningCheck
 
 # flags in /proc/cpuinfo of instructions that multiply matrices of 16-bit numbers, on x86 and Arm
-_FAST = {"bf16": {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
+_FAST_FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
 
 
 class Console(Callback):
@@ -72,30 +72,30 @@ class Console(Callback):
         trainer.folder.log.info("ended at step %d", trainer.step)
         if trainer.world.rank:
             return
-        steps, row, start = trainer.config.train.steps, self._learning.row, trainer.start or 0
+        steps, series, start = trainer.config.train.steps, self._learning.series, trainer.start or 0
         stopped, early = not trainer.done, trainer.done and trainer.step < steps
         resume = trainer.folder.resume_command()
         resume += " --train.patience 0" if early else ""
         taken = counted(trainer.step - start, "step")
         samples = trainer.batch_sizes.before(trainer.step) - trainer.batch_sizes.before(start)
         rate = samples / self._step_seconds if self._step_seconds > 0 else 0.0
-        rows = [("loss", "none: no step was taken" if trainer.step == start else f"{self._loss:.4f}")]
+        rows = [("loss", "none, because no step was taken" if trainer.step == start else f"{self._loss:.4f}")]
         rows += [(f"held-out {name}", text) for name, text in self._held_out.items()]
         if trainer.skipped:
-            rows.append(("skipped", f"{counted(trainer.skipped, 'step')}, for gradients that were not finite"))
+            rows.append(("skipped", f"{counted(trainer.skipped, 'step')}, because gradients were not finite"))
         rows.append(("throughput", rates_text(rate, rate * trainer.tokens) if rate else "none"))
         took = duration(time.monotonic() - trainer.began)
-        rows.append(("time", f"{took}, {duration(self._step_seconds)} of it in {taken}"))
-        rows.append(("peak memory", f"{short(peak)}B per rank at most"))
+        rows.append(("time", f"{took}, of which {duration(self._step_seconds)} in {taken}"))
+        rows.append(("peak memory", f"at most {short(peak)}B per rank"))
         rows.append(("run folder", str(trainer.folder.path)))
-        if stopped or not row.bad:
-            rows.append(("resume" if stopped else "go on", resume))
+        if stopped or not series.bad:
+            rows.append(("resume" if stopped else "continue", resume))
         # scripts of jobs/ use an environment that is not active in the user's shell
         python = shlex.quote(sys.executable) if AGAIN in os.environ else "python"
         rows.append(("inspect", f"{python} -m mpitrain.report {shlex.quote(str(trainer.folder.path))}"))
-        done = "stopped" if stopped else "ended" if row.bad else "done"
+        done = "stopped" if stopped else "ended" if series.bad else "done"
         notes = f" ({trainer.step - start:,} since the resume)" if start else ""
-        notes += f", nothing learned since step {row.since:,}" if row.bad else ""
+        notes += f", nothing learned since step {series.since:,}" if series.bad else ""
         notes += f", {trainer.stop_reason}" if early else ""
         echo(f"{done} at step {trainer.step:,} of {steps:,}{notes}", align_rows(rows))
 
@@ -107,7 +107,7 @@ def peak_of_ranks(trainer: Run) -> int:
     return int(memory)
 
 
-def facts(trainer: Run) -> dict[str, Any]:
+def properties_of(trainer: Run) -> dict[str, Any]:
     """Return the properties of a run that both the banner and the event `start` show."""
     config, world = trainer.config, trainer.world
     return {
@@ -126,23 +126,25 @@ def facts(trainer: Run) -> dict[str, Any]:
 
 def banner(trainer: Run) -> str:
     """Return the lines that a run prints first."""
-    config, properties = trainer.config, facts(trainer)
+    config, properties = trainer.config, properties_of(trainer)
     columns = count_readers(axes_of(config.parallel), properties["ranks"])
     share = -(-config.train.batch // columns)
+    data = " + ".join(filter(None, data_paths(config)))
     nodes, threads = counted(properties["nodes"], "node"), counted(properties["threads"], "thread")
-    samples = f"{len(trainer.data):,}" + (f" of {trainer.tokens:,} tokens" if trainer.tokens else "")
+    samples = f"{len(trainer.data):,} for training"
     samples += f", {len(trainer.held_out):,} held out" if trainer.held_out is not None else ""
+    samples += f", {trainer.tokens:,} tokens each" if trainer.tokens else ""
     microbatch = min(config.train.microbatch or share, share)
-    steps = f"{properties['steps']:,}" + (f", from step {trainer.step:,}" if trainer.step else "")
-    passes = trainer.batch_sizes.before(properties["steps"]) / len(trainer.data)
+    steps = f"{properties['steps']:,}" + (f", resumed after step {trainer.step:,}" if trainer.step else "")
+    epochs = trainer.batch_sizes.before(properties["steps"]) / len(trainer.data)
     rows = [
         ("ranks", f"{properties['ranks']:,} on {nodes}, {threads} each, {properties['device']}"),
         ("MPI", properties["mpi"]),
         ("model", f"{properties['model']}, {counted(properties['parameters'], 'parameter')}"),
-        ("data", " + ".join(filter(None, data_paths(config))) or "Python's own source as bytes (data.path is not set)"),
+        ("data", data or "Python's source code as bytes (data.path is not set)"),
         ("samples", samples),
-        ("batch", f"{counted(config.train.batch, 'sample')}, at most {microbatch:,} per rank and pass"),
-        ("steps", f"{steps} ({passes:.3g} passes over the data)"),
+        ("batch", f"{counted(config.train.batch, 'sample')}, at most {microbatch:,} per rank and forward pass"),
+        ("steps", f"{steps} ({epochs:.3g} epochs)"),
         ("precision", properties["precision"]),
         ("run folder", str(trainer.folder.path)),
         ("warm-up", trainer.batch_sizes.describe()),
@@ -168,11 +170,11 @@ def parallel_text(config: Config, ranks: int) -> str:
     if parallel.zero:
         words.append(f"zero {parallel.zero}")
     if config.comm.compression != "none":
-        words.append(f"gradients by {config.comm.compression}")
+        words.append(f"compression {config.comm.compression}")
     if config.train.recompute:
-        words.append("activations recomputed")
+        words.append("recompute")
     if config.run.reproducible:
-        words.append(f"sums over {config.run.workers} virtual workers")
+        words.append(f"{config.run.workers} virtual workers")
     return ", ".join(words)
 
 
@@ -185,11 +187,11 @@ class EventRecords(Callback):
 
     def __init__(self) -> None:
         self._log: EventLog | None = None
-        self._marked = 0.0  # time.perf_counter() at the end of the last step, before it was saved
+        self._step_ended = 0.0  # time.perf_counter() at the end of the last step, before it was saved
         self._outcome = ""  # outcome of the training; empty while it is not finished
         self._peak = 0  # largest peak memory of any rank, in bytes
         self._error: BaseException | None = None
-        self._told = False  # true after the warning about a missing line
+        self._has_warned = False  # true after the warning about a missing line
 
     def on_fit_start(self, trainer: Run) -> None:
         self._outcome, self._error = "", None
@@ -209,10 +211,10 @@ class EventRecords(Callback):
             self._write(trainer, "lost", ranks=list(step.lost), recovered_s=step.extras.get("recovered_s"))
         if step.together and trainer.last_step and trainer.step < trainer.config.train.steps:
             self._write(trainer, "stop", reason=trainer.stop_reason)
-        self._marked = time.perf_counter()
+        self._step_ended = time.perf_counter()
 
     def on_save(self, trainer: Run, folder: Path) -> None:
-        self._write(trainer, "save", folder=folder.name, seconds=time.perf_counter() - self._marked)
+        self._write(trainer, "save", folder=folder.name, seconds=time.perf_counter() - self._step_ended)
 
     def on_fit_end(self, trainer: Run) -> None:
         self._peak = peak_of_ranks(trainer)
@@ -225,11 +227,11 @@ class EventRecords(Callback):
         if trainer.world.rank == 0:
             outcome, message = self._outcome, trainer.stop_reason if self._outcome == "stopped" else ""
             if not outcome:
-                outcome, message = _of_error(sys.exc_info()[1] or self._error)
-            if self._log is None and trainer.folder.made:  # the first step was never reached
+                outcome, message = _outcome_of(sys.exc_info()[1] or self._error)
+            if self._log is None and trainer.folder.is_locked:  # the first step was never reached
                 with suppress(InputError):  # the run's own error is more important
                     self._log = EventLog(trainer.folder.path)
-            peak = self._peak or _own_peak(trainer)
+            peak = self._peak or _local_peak(trainer)
             seconds = time.monotonic() - trainer.began
             self._write(trainer, "end", outcome=outcome, message=message, seconds=seconds, peak_memory_bytes=peak)
         self._close()
@@ -240,9 +242,9 @@ class EventRecords(Callback):
         try:
             self._log.write(event, trainer.step, **fields)
         except InputError as error:
-            if not self._told:
-                self._told = True
-                trainer.folder.log.warning("%s; training goes on without what is missing there", error)
+            if not self._has_warned:
+                self._has_warned = True
+                trainer.folder.log.warning("%s; training continues, but events are missing in that file", error)
 
     def _close(self) -> None:
         if self._log is not None:
@@ -253,7 +255,7 @@ class EventRecords(Callback):
 def start_fields(trainer: Run) -> dict[str, Any]:
     """Return the fields of the event `start`, which describe run and machine. Collective."""
     config = trainer.config
-    return facts(trainer) | {
+    return properties_of(trainer) | {
         "hosts": list(dict.fromkeys(trainer.world.all_gather_object(socket.gethostname()))),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
@@ -266,7 +268,7 @@ def start_fields(trainer: Run) -> dict[str, Any]:
     }
 
 
-def _of_error(error: BaseException | None) -> tuple[str, str]:
+def _outcome_of(error: BaseException | None) -> tuple[str, str]:
     """Return the outcome of an interrupted run, and the first line of its error."""
     if error is None:
         return "failed", ""
@@ -278,7 +280,7 @@ def _of_error(error: BaseException | None) -> tuple[str, str]:
     return "failed", f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
-def _own_peak(trainer: Run) -> int | None:
+def _local_peak(trainer: Run) -> int | None:
     """Return the peak memory of this rank in bytes; None if its device has failed."""
     try:
         return peak_memory_bytes(trainer.device)
@@ -297,30 +299,37 @@ def doubtful_settings(config: Config, *, columns: int, on_cpu: bool, flags: froz
     """
     train, optim, warnings = config.train, config.optim, []
     flags = cpu_flags() if flags is None else flags
-    if on_cpu and train.precision in _FAST and flags and not flags & _FAST[train.precision]:
+    if on_cpu and train.precision in _FAST_FLAGS and flags and not flags & _FAST_FLAGS[train.precision]:
         warnings.append(
             f"train.precision {train.precision} is slower than fp32 on this CPU, which has no instructions for it; "
-            "it saves memory alone"
+            "it only saves memory"
         )
     warmup = optim.warmup if optim.schedule in DECAYS else 0
     if warmup >= train.steps > 0:
         warnings.append(
-            f"optim.warmup {warmup} takes all of train.steps {train.steps}: optim.lr is hardly reached; lower it"
+            f"optim.warmup {warmup} lasts for all of train.steps {train.steps}, so optim.lr is hardly reached; lower "
+            "optim.warmup"
         )
     elif optim.schedule == "wsd":
         decay = optim.decay_steps if optim.decay_steps >= 1 else math.ceil(optim.decay_steps * train.steps)
         if warmup + decay > train.steps:
             warnings.append(
-                f"optim.warmup {warmup} and optim.decay_steps {decay:g} are more than train.steps {train.steps}"
+                f"optim.warmup {warmup} plus optim.decay_steps {decay:g} is above train.steps {train.steps}; lower one"
             )
     if optim.lr_end > optim.lr:
-        warnings.append(f"optim.lr_end {optim.lr_end:g} is above optim.lr {optim.lr:g}: the rate rises to the end")
+        warnings.append(
+            f"optim.lr_end {optim.lr_end:g} is above optim.lr {optim.lr:g}, so the rate rises; lower optim.lr_end"
+        )
     sizes = train.batch_sizes
     least = min(sizes.after(0))
     if least < columns:
-        warnings.append(f"{sizes.key(least)} {least} has no sample for {columns - least} of {columns} ranks; raise it")
+        warnings.append(
+            f"{sizes.key(least)} {least} leaves {columns - least} of {columns} ranks without a sample; raise it"
+        )
     if sum(steps for steps, _ in sizes.warmup) >= train.steps > 0:
-        warnings.append(f"train.batch_warmup takes all of train.steps {train.steps}, none is left for train.batch")
+        warnings.append(
+            f"train.batch_warmup lasts for all of train.steps {train.steps}, so train.batch is never used; shorten it"
+        )
     return warnings
 
 

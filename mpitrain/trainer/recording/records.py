@@ -167,15 +167,15 @@ class RankRecords(Callback):
         self._started, self._from = 0.0, 0  # time and step at which this start of training began
         self._steps = 0  # steps since the last line
         self._sent: dict[tuple[str, str, str], list[float]] = {}
-        self._remember = 0.0  # time.monotonic() of the next measurement of memory
-        self._metered = 0.0  # time.monotonic() of the last count of activations
+        self._next_memory = 0.0  # time.monotonic() of the next measurement of memory
+        self._metered_at = 0.0  # time.monotonic() of the last count of activations
 
     def on_fit_start(self, trainer: Run) -> None:
         self._close()
         trainer.world.journal.start()
         trainer.engine.clock.begin_anew()
         self._started, self._from = time.time(), trainer.step
-        self._steps, self._sent, self._remember, self._metered = 0, {}, 0.0, time.monotonic()
+        self._steps, self._sent, self._next_memory, self._metered_at = 0, {}, 0.0, time.monotonic()
 
     def on_step_done(self, trainer: Run, step: Step) -> None:
         self._steps += 1
@@ -206,12 +206,12 @@ class RankRecords(Callback):
         now = time.monotonic()
         record: dict[str, Any] = {"seconds": {k: round(v, 7) for k, v in trainer.engine.clock.read().items()}}
         record["sent"] = self._sent_since(trainer)
-        if now >= self._remember or trainer.last_step:
+        if now >= self._next_memory or trainer.last_step:
             record["memory"] = memory(trainer)
-            self._remember = now + max(_MEMORY_EVERY, _MEMORY_COST * (time.monotonic() - now))
-        if now - self._metered >= _METER_EVERY:
+            self._next_memory = now + max(_MEMORY_EVERY, _MEMORY_COST * (time.monotonic() - now))
+        if now - self._metered_at >= _METER_EVERY:
             trainer.engine.metering = True
-            self._metered = now
+            self._metered_at = now
         writer.write(trainer.step, self._steps, **record)
         self._steps = 0
 
@@ -289,7 +289,7 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
     share = sum(hi - lo for lo, hi in workers.within(samples))
     size = min(microbatch or share, share)
     try:
-        names, blocks = _observed(trainer, size)
+        names, blocks = _observe_blocks(trainer, size)
     except Exception:  # a user's model may fail in any way on tensors without values
         return expected
     times = share / max(1, size)
@@ -301,7 +301,7 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
         own_blocks = pipeline.blocks if pipeline is not None else range(len(blocks))
         passes: list[Sequence[AxisExchange]] = [(*blocks[n].forwards, *blocks[n].backwards) for n in own_blocks]
         if trainer.config.train.recompute:
-            passes += [_again(names[number], blocks[number], staged) for number in own_blocks]
+            passes += [_recompute_exchanges(names[number], blocks[number], staged) for number in own_blocks]
         exchanges = [each for some in passes for each in some]
         for axis in inside:
             sent = (bytes_sent(e.operation, e.nbytes, mesh.shape[axis]) for e in exchanges if e.axis == axis)
@@ -309,7 +309,7 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
     return expected
 
 
-def _again(name: str, block: Observed, staged: bool) -> Sequence[AxisExchange]:
+def _recompute_exchanges(name: str, block: Observed, staged: bool) -> Sequence[AxisExchange]:
     """Return the exchanges of a block when it is recomputed for backward.
 
     A pipeline stage is recomputed as a whole. Otherwise each block of a list is recomputed up to the last tensor that
@@ -320,7 +320,7 @@ def _again(name: str, block: Observed, staged: bool) -> Sequence[AxisExchange]:
     return block.forwards[:-1] if name.rpartition(".")[2].isdigit() else ()
 
 
-def _observed(trainer: Run, samples: int) -> tuple[list[str], list[Observed]]:
+def _observe_blocks(trainer: Run, samples: int) -> tuple[list[str], list[Observed]]:
     """Return the names of all blocks of the divided model, and what each computes and exchanges for a microbatch."""
     config, mesh = trainer.config, trainer.mesh
     parallel, subject = config.parallel, Subject(config, trainer.data.description, real=False)
@@ -372,10 +372,10 @@ def data_bytes(sharding: Sharding, microbatches: int, *, staged: bool = False) -
         return bytes_along_data(
             nbytes, reduction.comm.size, gathered, sharded=sharding.stage.states, passes=passes, replicas=replicas
         )
-    return passes * _compressed(sharding) + bytes_along_data(0, 1, gathered)
+    return passes * _compressed_bytes(sharding) + bytes_along_data(0, 1, gathered)
 
 
-def _compressed(sharding: Sharding) -> float:
+def _compressed_bytes(sharding: Sharding) -> float:
     """Return the bytes that a rank sends for one reduction of all gradients with compression."""
     reduction, sent = sharding.gradients.reduction, 0.0
     assert reduction.compression is not None

@@ -28,17 +28,17 @@ from mpitrain.config.settings import Config
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.monitor.timeline.merging import merge, told
 from mpitrain.monitor.timeline.spans import Spans, recording_folder, write_rank
-from mpitrain.trainer.folder import together
+from mpitrain.trainer.folder import agree_on_errors
 from mpitrain.trainer.recording.records import memory
 from mpitrain.trainer.run import Callback, Run, Step
 
-_Tell = Callable[[str, str, float, float], None]  # name, "forward" or "backward", begin, end
+_Report = Callable[[str, str, float, float], None]  # name, "forward" or "backward", begin, end
 _HOOKS_MAY_COST = 0.01  # largest share of the time of forward and backward
 _UNKNOWN = 0.05  # seconds of forward and backward to assume before the first step
 _CALL_COST = 35e-6  # upper bound of the seconds that hooks add to a call and its backward
 _TRANSPARENT = (nn.ModuleList, nn.ModuleDict)  # containers, which are not called themselves
 # modules that compute differently in evaluation if they have hooks
-_OTHERWISE = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+_UNSAFE_WITH_HOOKS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 class _Call:
@@ -67,11 +67,11 @@ class ModuleHooks:
 
     Args:
         modules: Names and modules.
-        tell: Called for each call and each backward pass.
+        report: Called for each call and each backward pass.
     """
 
-    def __init__(self, modules: Sequence[tuple[str, nn.Module]], tell: _Tell) -> None:
-        self._tell, self._on = tell, True
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]], report: _Report) -> None:
+        self._report, self._on = report, True
         self._forward: list[_Call] = []  # calls under way
         self._backward: list[tuple[_Call, float]] = []  # calls whose backward is under way, with its begin
         self._handles: list[Any] = []
@@ -80,7 +80,7 @@ class ModuleHooks:
             compiled = getattr(module, "_compiled_call_impl", None)
             if compiled is not None:  # hooks would be compiled with it
                 self._compiled.append((module, compiled))
-                module._compiled_call_impl = partial(self._around, name, compiled)
+                module._compiled_call_impl = partial(self._call_compiled, name, compiled)
                 continue
             self._handles.append(module.register_forward_pre_hook(partial(self._before, name), prepend=True))
             self._handles.append(module.register_forward_hook(self._after, always_call=True))
@@ -103,7 +103,7 @@ class ModuleHooks:
         self._forward.append(call)
         if torch.is_grad_enabled():
             x = _first_tensor(args)
-            if x is not None and x.requires_grad and not self._tells(x, call):
+            if x is not None and x.requires_grad and not self._has_end_hook(x, call):
                 x.register_hook(partial(self._input_ready, call))
                 x._watched = (self, call, False)
 
@@ -111,14 +111,14 @@ class ModuleHooks:
         if not self._forward:
             return
         call = self._forward.pop()
-        self._tell(call.name, "forward", call.begin, time.perf_counter())
+        self._report(call.name, "forward", call.begin, time.perf_counter())
         if torch.is_grad_enabled():
             y = _first_tensor((output,))
             if y is not None and y.grad_fn is not None:
                 y.register_hook(partial(self._output_ready, call))
                 y._watched = (self, call, True)
 
-    def _tells(self, x: Any, call: _Call) -> bool:
+    def _has_end_hook(self, x: Any, call: _Call) -> bool:
         """Return True if an existing hook on the input `x` already marks the end of this call's backward.
 
         The hook belongs to the call that returned `x`, or to an enclosing call that has the same input. Another hook
@@ -127,7 +127,7 @@ class ModuleHooks:
         by, other, output = getattr(x, "_watched", (None, call, False))
         return by is self and (output or call.inside(other))
 
-    def _around(self, name: str, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_compiled(self, name: str, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a compiled module between the hooks."""
         self._before(name, _NONE, args)
         output = None
@@ -159,11 +159,11 @@ class ModuleHooks:
                 self._end_down_to(number, time.perf_counter())
                 return
 
-    def _end_down_to(self, kept: int, end: float) -> None:
-        while len(self._backward) > kept:
+    def _end_down_to(self, depth: int, end: float) -> None:
+        while len(self._backward) > depth:
             call, begin = self._backward.pop()
             if self._on:
-                self._tell(call.name, "backward", begin, end)
+                self._report(call.name, "backward", begin, end)
 
 
 _NONE = nn.Module()
@@ -186,7 +186,7 @@ def levels_of(module: nn.Module) -> list[list[tuple[str, nn.Module]]]:
 
     def visit(name: str, at: nn.Module, depth: int) -> None:
         for key, child in at.named_children():
-            if isinstance(child, _OTHERWISE) or child in seen:
+            if isinstance(child, _UNSAFE_WITH_HOOKS) or child in seen:
                 continue
             seen.add(child)
             full = f"{name}.{key}" if name else key
@@ -203,7 +203,7 @@ def levels_of(module: nn.Module) -> list[list[tuple[str, nn.Module]]]:
     return levels
 
 
-def affordable(levels: Sequence[Sequence[object]], calls: int, seconds: float) -> int:
+def affordable_levels(levels: Sequence[Sequence[object]], calls: int, seconds: float) -> int:
     """Return the number of levels, at least one, whose hooks take at most `seconds` in a step.
 
     Args:
@@ -232,11 +232,11 @@ class Recording:
         levels = levels_of(engine.module)
         microbatch = trainer.config.train.microbatch or trainer.samples
         calls = max(1, -(-trainer.samples // (trainer.mesh.readers.size * microbatch)))
-        self.depth = min(world.all_gather_object(affordable(levels, calls, _HOOKS_MAY_COST * step_seconds)))
+        self.depth = min(world.all_gather_object(affordable_levels(levels, calls, _HOOKS_MAY_COST * step_seconds)))
         self._offsets = [self.offset()]
         self._hooks = ModuleHooks([named for level in levels[: self.depth] for named in level], self.spans.module)
         self.spans.after_backward = self._hooks.end_of_backward
-        self._unix, self._memory = time.time(), [self._held()]
+        self._unix, self._memory = time.time(), [self._sample_memory()]
         engine.clock.leave_out()  # the time since the last step belongs to no step
         engine.clock.steps, engine.clock.listener = [], self.spans
         world.journal.record(True)
@@ -245,7 +245,7 @@ class Recording:
         """Compare clocks; return this rank's time, the offset to add to it, and the error bound. Collective."""
         return list(offset_of(self._trainer.world, lambda: self._clock(time.perf_counter())))
 
-    def _held(self) -> tuple[float, dict[str, int]]:
+    def _sample_memory(self) -> tuple[float, dict[str, int]]:
         return time.perf_counter(), memory(self._trainer)
 
     def stop(self) -> dict[str, Any]:
@@ -257,7 +257,7 @@ class Recording:
         self._hooks.remove()
         operations = trainer.world.journal.take()
         trainer.world.journal.record(False)
-        self._memory.append(self._held())
+        self._memory.append(self._sample_memory())
         at = self._clock
         rows = []
         ends = [*steps[1:], (0, end, totals)] if steps else []  # a pure server takes no steps
@@ -292,7 +292,7 @@ class TimelineRecorder(Callback):
     """
 
     def __init__(self, config: Config, clock: Callable[[float], float] = lambda at: at) -> None:
-        self._wanted = timeline_steps(config.monitor.timeline)
+        self._steps = timeline_steps(config.monitor.timeline)
         self._clock = clock
         self._recording: Recording | None = None
         self._done = not config.monitor.timeline
@@ -302,14 +302,14 @@ class TimelineRecorder(Callback):
     def on_fit_start(self, trainer: Run) -> None:
         self._recording = None
         if not self._done:
-            self._consider(trainer)
+            self._start_if_due(trainer)
 
     def on_step_done(self, trainer: Run, step: Step) -> None:
         if self._done or not step.together:
             return
         if self._recording is None:
-            self._consider(trainer)
-        elif trainer.step >= self._wanted[1] or trainer.last_step:
+            self._start_if_due(trainer)
+        elif trainer.step >= self._steps[1] or trainer.last_step:
             self._end(trainer, self._recording)
 
     def on_exception(self, trainer: Run, error: BaseException) -> None:
@@ -317,13 +317,13 @@ class TimelineRecorder(Callback):
         recording, self._recording = self._recording, None
         if recording is not None:
             try:
-                write_rank(recording_folder(trainer.folder.path, self._wanted), recording.stop())
+                write_rank(recording_folder(trainer.folder.path, self._steps), recording.stop())
             except InputError as second:
                 trainer.folder.log.info("%s", second)
 
-    def _consider(self, trainer: Run) -> None:
+    def _start_if_due(self, trainer: Run) -> None:
         """Begin to record if a step to be recorded comes before the next synchronization of all ranks."""
-        first, last = self._wanted
+        first, last = self._steps
         if trainer.step >= last or trainer.last_step:
             self._done = True
         elif trainer.strategy.next_meeting(trainer) >= first:
@@ -340,8 +340,8 @@ class TimelineRecorder(Callback):
         self._recording, self._done = None, True
         recorded = recording.stop()
         recorded["offsets"].append(recording.offset())
-        folder = recording_folder(trainer.folder.path, self._wanted)
-        together(trainer.world, lambda: write_rank(folder, recorded))
+        folder = recording_folder(trainer.folder.path, self._steps)
+        agree_on_errors(trainer.world, lambda: write_rank(folder, recorded))
         if trainer.world.rank == 0:
             try:
                 lines = told(merge(folder))
@@ -364,14 +364,14 @@ class TimelineRecorder(Callback):
 #     Cristian 1989, Probabilistic clock synchronization.
 
 Clock = Callable[[], float]
-_QUESTIONS = 60  # least number of questions to each rank
-_MOST = 6000  # largest number of questions, asked while no answer is good
-_GOOD = 80e-6  # seconds within which a good answer comes
-_LONGEST = 2.0  # most seconds for one rank
+_MIN_QUERIES = 60  # least number of questions to each rank
+_MAX_QUERIES = 6000  # largest number of questions, asked while no answer is good
+_GOOD_ERROR = 80e-6  # seconds within which a good answer comes
+_MAX_SECONDS = 2.0  # most seconds for one rank
 _SPIN = 3e-4  # seconds to wait for an answer without a pause
 _BURST = 10  # questions between two sleeps of the asking rank: the scheduler runs a rank at once after it has slept
 _PAUSE = 1e-3  # seconds between two polls of a waiting rank
-_ASK, _TOLD, _TURN = 71, 72, 73  # tags
+_QUERY, _OFFSET, _RESULT = 71, 72, 73  # tags
 
 
 class Offset(NamedTuple):
@@ -398,36 +398,36 @@ def offset_of(world: Communicator, clock: Clock) -> Offset:
     firsts = sorted(world.nodes.index(node) for node in set(world.nodes))
     mine = [rank for rank, node in enumerate(world.nodes) if node == world.node]
     if world.rank not in firsts:
-        offset, first_offset = _answer(world, mine[0], clock), torch.empty(2, dtype=torch.float64)
-        _sleep_until(world, world.irecv(first_offset, mine[0], _TOLD))
+        offset, first_offset = _serve_clock(world, mine[0], clock), torch.empty(2, dtype=torch.float64)
+        _sleep_until(world, world.irecv(first_offset, mine[0], _OFFSET))
         seconds, within = first_offset.tolist()
         return Offset(offset.at, offset.seconds + seconds, offset.within + within)
     offset = Offset(clock(), 0.0, 0.0)
     for rank in mine[1:]:
-        _ask(world, rank, clock)
+        _query_clock(world, rank, clock)
     if world.rank:
-        offset = _answer(world, 0, clock)
+        offset = _serve_clock(world, 0, clock)
     for rank in firsts[1:] if world.rank == 0 else ():
-        _ask(world, rank, clock)
+        _query_clock(world, rank, clock)
     for rank in mine[1:]:  # these ranks add the offset of their first rank
-        world.send(torch.tensor([offset.seconds, offset.within], dtype=torch.float64), rank, _TOLD)
+        world.send(torch.tensor([offset.seconds, offset.within], dtype=torch.float64), rank, _OFFSET)
     return offset
 
 
-def _ask(world: Communicator, rank: int, clock: Clock) -> None:
+def _query_clock(world: Communicator, rank: int, clock: Clock) -> None:
     """Ask a rank for its time until the error is small, and send it its offset."""
     question, answer = torch.zeros(1, dtype=torch.float64), torch.empty(1, dtype=torch.float64)
     best, at, seconds = float("inf"), 0.0, 0.0
     began = time.perf_counter()
-    for number in range(_MOST):
-        enough = best < _GOOD or time.perf_counter() - began > _LONGEST
-        last = (number >= _QUESTIONS and enough) or number == _MOST - 1
+    for number in range(_MAX_QUERIES):
+        enough = best < _GOOD_ERROR or time.perf_counter() - began > _MAX_SECONDS
+        last = (number >= _MIN_QUERIES and enough) or number == _MAX_QUERIES - 1
         question[0] = 1.0 if last else 0.0
         if number % _BURST == 0:
             time.sleep(_PAUSE)
-        coming = world.irecv(answer, rank, _ASK)
+        coming = world.irecv(answer, rank, _QUERY)
         begin = clock()
-        sent = world.isend(question, rank, _ASK)
+        sent = world.isend(question, rank, _QUERY)
         _wait(world, coming)
         end = clock()
         _wait(world, sent)
@@ -436,22 +436,22 @@ def _ask(world: Communicator, rank: int, clock: Clock) -> None:
             seconds = (begin + end) / 2 - at
         if last:
             break
-    world.send(torch.tensor([at, seconds, best / 2], dtype=torch.float64), rank, _TURN)
+    world.send(torch.tensor([at, seconds, best / 2], dtype=torch.float64), rank, _RESULT)
 
 
-def _answer(world: Communicator, asker: int, clock: Clock) -> Offset:
+def _serve_clock(world: Communicator, asker: int, clock: Clock) -> Offset:
     """Answer a rank's questions, and return the offset from that rank, which it then sends."""
     question, answer = torch.empty(1, dtype=torch.float64), torch.empty(1, dtype=torch.float64)
     wait: Callable[[Communicator, Work], None] = _sleep_until  # for the first question
     while True:
-        wait(world, world.irecv(question, asker, _ASK))
+        wait(world, world.irecv(question, asker, _QUERY))
         wait = _wait
         answer[0] = clock()
-        _wait(world, world.isend(answer, asker, _ASK))
+        _wait(world, world.isend(answer, asker, _QUERY))
         if question[0]:
             break
     offset = torch.empty(3, dtype=torch.float64)
-    world.recv(offset, asker, _TURN)
+    world.recv(offset, asker, _RESULT)
     return Offset(*offset.tolist())
 
 
@@ -461,7 +461,7 @@ def _wait(world: Communicator, work: Work, *, spin: float = _SPIN, pause: float 
     while not work.done():
         waited = time.monotonic() - began
         if waited > world.process.watchdog.timeout:
-            raise CommunicationError("another rank did not answer when clocks were compared; is it still there?")
+            raise CommunicationError("a rank did not answer when clocks were compared; check whether it still runs")
         if waited > spin:
             time.sleep(pause)
 

@@ -35,7 +35,7 @@ from mpitrain.parallel.rules import Combination, require_compatible
 from mpitrain.shard.ddp import DistributedDataParallel, broadcast_state
 from mpitrain.shard.flat_parameters import has_stepped
 from mpitrain.trainer.assemble import compile_blocks
-from mpitrain.trainer.device import found_on
+from mpitrain.trainer.device import device_of_module
 from mpitrain.trainer.engine import Engine, Loss, LossScale
 from mpitrain.trainer.optimizing import ParameterRoles, make_optimizer, make_scheduler, optimizer_class
 from mpitrain.trainer.options import Settings, every_setting, from_config, from_deepspeed
@@ -343,7 +343,7 @@ def place_on_mesh(
     own_loss = getattr(model, "loss", None)
     own_loss, before = own_loss if callable(own_loss) else None, getattr(model, "criterion", None)
     staged, whole = mesh.stages.size > 1, not mesh.divided
-    device = found_on(model, config.run.device, mesh.world)
+    device = device_of_module(model, config.run.device, mesh.world)
     if not whole:
         broadcast_state(model, mesh.world)  # so that all ranks get parts of the same model
 

@@ -20,7 +20,7 @@ from mpitrain.config.learning_rate import WarmUp
 from mpitrain.errors import CheckpointError, InputError, refusal
 from mpitrain.layers.loss_terms import counted, counts_targets, nothing
 from mpitrain.layout.mesh import Mesh
-from mpitrain.trainer.device import full_told, moved
+from mpitrain.trainer.device import explain_out_of_memory, to_device
 from mpitrain.trainer.engine import Engine, Loss
 from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.optimizing import next_rate, states_after_step
@@ -85,7 +85,7 @@ class TrainingEngine:
     def _computing(self) -> Iterator[None]:
         """Use the model's random generators of this step, and explain an error of exhausted device memory."""
         drawing = self._draws.drawing(self.steps) if self._draws is not None else nullcontext()
-        with full_told(self.device), drawing:
+        with explain_out_of_memory(self.device), drawing:
             yield
 
     @property
@@ -110,7 +110,7 @@ class TrainingEngine:
         Arguments on the host are moved to the model's device.
         """
         with self._computing():
-            args, kwargs = moved((args, kwargs), self.device)
+            args, kwargs = to_device((args, kwargs), self.device)
             self._engine.terms.weigh(self._share, self._engine.scale.value)
             if self._loss is not None and len(args) == 2 and not kwargs:
                 return self._loss_of(*self.mesh.take(*args))
@@ -147,7 +147,7 @@ class TrainingEngine:
         self._pending = True
         if self._passes == 0:
             self._engine.sharding.gradients.zero()
-        with full_told(self.device):
+        with explain_out_of_memory(self.device):
             self._engine.backward(loss * weight, reduce=self.at_boundary)
 
     def step(self) -> bool:
@@ -173,7 +173,7 @@ class TrainingEngine:
 
     def _update(self) -> None:
         """Update the parameters with the gradients of a whole step, and advance scheduler and counters."""
-        with full_told(self.device):
+        with explain_out_of_memory(self.device):
             result = self._engine.step(self._next_rate())
         if self._scheduler is not None and not result.skipped:
             self._scheduler.step()
@@ -208,7 +208,7 @@ class TrainingEngine:
         engine.terms.take(self.device)  # drop terms of passes before this step
         for batch, weight in zip(microbatches, weights, strict=True):
             with self._computing():
-                x, y = moved(batch, self.device)
+                x, y = to_device(batch, self.device)
                 engine.terms.weigh(self._share, engine.scale.value)
                 loss = self._loss_of(x, y, empty=not weight)
             self._backward(loss, weight)
@@ -251,8 +251,8 @@ class TrainingEngine:
         on = self.device if self._engine.pipeline is None else CPU  # a pipeline returns its losses on the host
         sums = torch.zeros(2, dtype=torch.float64, device=on)
         for batch in batches:
-            with full_told(self.device):
-                x, y = moved(pair(batch), self.device)
+            with explain_out_of_memory(self.device):
+                x, y = to_device(pair(batch), self.device)
                 self._engine.counted = partial(counted, self._loss) if counts_targets(self._loss, y) else None
                 count = self._engine.count(x, y)
                 sums[0] += self._engine.evaluate(x, y).double() * count
@@ -421,7 +421,7 @@ class PipelineEngine(TrainingEngine):
         weights = self._weights(microbatches) if self.is_last_stage else [self._share] * count
         engine.sharding.gradients.zero()
         with self._computing():
-            microbatches = moved(microbatches, self.device)
+            microbatches = to_device(microbatches, self.device)
             loss = engine.through_pipeline(microbatches, weights, [self._share] * count)
         total = torch.tensor([loss, *engine.term_sums.sum(0).tolist()], dtype=torch.float64)
         engine.comm.all_reduce(total)
