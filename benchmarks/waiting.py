@@ -171,7 +171,7 @@ class _Slowed(Trainer):
 
     def train_step(self, batch: Batch) -> Step:
         if self._sleeps > 0:
-            with self.engine.sharding.parameters.whole():  # wait for parameters from a server
+            with self.engine.sharding.parameters.unshard_all():  # wait for parameters from a server
                 pass
             self._missing = {p for p in self.engine.module.parameters() if p.requires_grad}
             self._began = time.perf_counter()

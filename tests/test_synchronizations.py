@@ -25,17 +25,14 @@ MEMORY = f"{IN_ORDER}::test_memory_is_not_reused_while_an_operation_may_access_i
 MESSAGE = f"{IN_ORDER}::test_messages_keep_their_place_in_stream_order"
 BLOCKS = f"{OPERATION}::test_uneven_blocks"
 SUBMITTED = f"{OPERATION}::test_asynchronous_operations_complete_in_the_order_of_submission"
-BACKEND = "tests/backend/test_backend_device.py::test_an_operation_stands_where_it_was_issued"
-BACKEND_MESSAGE = "tests/backend/test_backend_device.py::test_messages_stand_where_they_were_issued"
-BACKEND_MEMORY = "tests/backend/test_backend_device.py::test_memory_is_not_given_out_while_an_operation_may_use_it"
+BACKEND = "tests/backend/test_backend_device.py::test_operations_keep_their_order_on_the_stream"
+BACKEND_MESSAGE = "tests/backend/test_backend_device.py::test_messages_keep_their_order_on_the_stream"
+BACKEND_MEMORY = "tests/backend/test_backend_device.py::test_memory_is_not_reused_during_an_operation"
 LOSSES = "tests/train/test_device.py::test_device_has_the_losses_of_the_cpu[ddp-pretend]"
 BATCH = "tests/train/test_device.py::test_batch_may_be_changed_right_after_to_device"
 SAVED = "tests/checkpoint/test_store.py::test_saved_tensors_are_loaded_whole_and_in_columns"
 SAVED_BESIDE = "tests/checkpoint/test_background_saves.py::test_a_background_save_stores_the_state_at_its_call"
-RESUMED = (
-    "tests/shard/test_stages_checkpoints.py"
-    "::test_training_on_a_device_goes_on_with_the_same_bits_and_on_the_cpu_too[pretend]"
-)
+RESUMED = "tests/shard/test_stages_checkpoints.py::test_training_on_a_device_resumes_bitwise_and_on_the_cpu[pretend]"
 ON_THE_HOST = "tests/shard/test_host_update.py"
 LOADER = "tests/data/test_data_loader.py::test_a_device_gets_the_samples_that_the_host_reads"
 SERIAL = (ON_THE_HOST, LOADER)
@@ -109,21 +106,21 @@ MUTATIONS = {
     "whoever waits, for a message": (WORK, "current_stream(device).wait_event(event)", "pass", BACKEND_MESSAGE),
     "gradients that leave, for backward": (
         HOST_UPDATE,
-        "self._leaving.wait_event(devices.record_event(self._device))",
+        "self._to_host.wait_event(devices.record_event(self._device))",
         "pass",
         ON_THE_HOST,
     ),
     "the host, for gradients": (HOST_UPDATE, "arrived.synchronize()", "pass", ON_THE_HOST),
-    "the update, for values that leave": (HOST_UPDATE, "self._returned.synchronize()", "pass", ON_THE_HOST),
+    "the update, for values that leave": (HOST_UPDATE, "self._device_copied.synchronize()", "pass", ON_THE_HOST),
     "values that return, for their readers": (
         HOST_UPDATE,
-        "self._returning.wait_event(devices.record_event(self._device))",
+        "self._to_device.wait_event(devices.record_event(self._device))",
         "pass",
         ON_THE_HOST,
     ),
     "the device, for values that return": (
         HOST_UPDATE,
-        "devices.current_stream(self._device).wait_event(self._returned)",
+        "devices.current_stream(self._device).wait_event(self._device_copied)",
         "pass",
         ON_THE_HOST,
     ),

@@ -3,8 +3,8 @@
     mpirun -n 4 python -m mpitrain.backend script.py arguments...
     srun python -m mpitrain.backend -m package.module arguments...
 
-Every process group is ours, whether the script says "gloo", "nccl", "mpi" or nothing. Scripts that start their own
-processes (torch.multiprocessing.spawn) are not for torchrun and not for this.
+Every process group communicates over MPI, whether the script requests "gloo", "nccl", "mpi" or no backend. As with
+torchrun, the script must not start its ranks itself (torch.multiprocessing.spawn).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 import sys
 
 from mpitrain import early
-from mpitrain.backend.registration import publish, take_over
+from mpitrain.backend.registration import set_environment, use_for_all_groups
 from mpitrain.errors import refusal
 
 USAGE = "usage: mpirun -n N python -m mpitrain.backend [-m] SCRIPT [ARGUMENTS...]"
@@ -33,10 +33,10 @@ def main(arguments: list[str]) -> None:
 
     world = init()
     as_module, words = _script(arguments)
-    publish(world)
+    set_environment(world)
     os.environ.setdefault("MASTER_ADDR", world.broadcast_object(socket.gethostname()))  # for scripts that read them;
     os.environ.setdefault("MASTER_PORT", "29500")  # nothing listens there
-    take_over()
+    use_for_all_groups()
     sys.argv, script = words, words[0]
     try:
         if as_module:
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> None:
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         if code and world.size > 1:  # other ranks may still be waiting for this one
-            reason = leaving.code if isinstance(leaving.code, str) else f"left with exit code {code}"
+            reason = leaving.code if isinstance(leaving.code, str) else f"exited with code {code}"
             world.process.faults.end_job(f"mpitrain: rank {world.rank}: {reason}", code)
         raise
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpitrain.backend.base import ArgumentError, translation
-from mpitrain.backend.work import Several, tensors_in
+from mpitrain.backend.base import ArgumentError, translate_error
+from mpitrain.backend.work import CoalescedWork, tensors_in
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.buffers import inner_tensors
 from mpitrain.comm.memory.elements import DTYPES
@@ -25,7 +25,7 @@ from mpitrain.errors import InputError
 Tensors = Sequence[torch.Tensor]
 
 
-def listed(tensors: Any) -> list[torch.Tensor]:
+def as_list(tensors: Any) -> list[torch.Tensor]:
     """Return the tensors as a list; a single tensor becomes a list of one."""
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
@@ -37,21 +37,21 @@ def flat_list(lists: Any) -> list[torch.Tensor]:
     return list(lists or [])
 
 
-def options(given: Any, kind: Callable[[], Any], op: Any = None, *_: Any) -> Any:
+def as_options(argument: Any, kind: Callable[[], Any], op: Any = None, *_: Any) -> Any:
     """Return the options object of an operation, from any of the forms in which torch passes it.
 
     Args:
-        given: Options, or instead of them the root, the reduction operation or None.
+        argument: Options, or instead of them the root, the reduction operation or None.
         kind: Class of the options.
-        op: Reduction operation, if `given` is the root.
+        op: Reduction operation, if `argument` is the root.
     """
-    if hasattr(given, "timeout"):
-        return given
+    if hasattr(argument, "timeout"):
+        return argument
     result = kind()
-    if isinstance(given, int):
-        result.rootRank, given = given, op
-    if given is not None:
-        result.reduceOp = given
+    if isinstance(argument, int):
+        result.rootRank, argument = argument, op
+    if argument is not None:
+        result.reduceOp = argument
     return result
 
 
@@ -71,7 +71,7 @@ def check_length(comm: Communicator, name: str, which: str, lists: Sequence[Tens
         if len(tensors) != comm.size:
             raise ArgumentError(f"{name}: {len(tensors)} {which} tensors for {comm.size} ranks; give one for each")
         if len({t.dtype for t in tensors}) > 1:
-            raise ArgumentError(f"{name}: the {which} tensors are of several types; make them the same")
+            raise ArgumentError(f"{name}: the {which} tensors have different dtypes; convert them to one")
 
 
 def check_splits(comm: Communicator, which: str, tensor: torch.Tensor, rows: Sequence[int]) -> None:
@@ -95,7 +95,7 @@ def check_splits(comm: Communicator, which: str, tensor: torch.Tensor, rows: Seq
     if not rows and length % comm.size:
         raise ArgumentError(
             f"all_to_all_single: the {which} tensor has {length} rows, not a multiple of {comm.size} ranks; "
-            "pad it or give split sizes"
+            "pad it or pass split sizes"
         )
 
 
@@ -114,12 +114,12 @@ def by_inner_tensors(method: Callable[..., dist.Work]) -> Callable[..., Any]:
         try:
             numbers = {len(inner_tensors(tensor)) for tensor in tensors}
         except InputError as error:
-            raise translation(error) from None
+            raise translate_error(error) from None
         if len(numbers) != 1:
             kinds = ", ".join(sorted({f"{type(x).__name__} ({len(inner_tensors(x))})" for x in tensors}))
-            raise ArgumentError(f"{method.__name__}: the tensors must be made of equally many tensors, not {kinds}")
+            raise ArgumentError(f"{method.__name__}: all tensors must wrap the same number of tensors, not {kinds}")
         works = [method(group, *(_part(value, i) for value in arguments), **options) for i in range(numbers.pop())]
-        return works[0] if len(works) == 1 else Several(works)
+        return works[0] if len(works) == 1 else CoalescedWork(works)
 
     return call
 
@@ -131,7 +131,7 @@ def _part(value: Any, number: int) -> Any:
     return [_part(one, number) for one in value] if isinstance(value, list | tuple) else value
 
 
-def detached(tensor: torch.Tensor) -> torch.Tensor:
+def detach_resolved(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor without autograd history, and not lazily conjugated or negated."""
     plain = tensor.detach()
     if plain.is_conj() or plain.is_neg():
@@ -139,20 +139,20 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
     return plain
 
 
-def known(tensor: torch.Tensor) -> torch.Tensor:
+def as_movable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a contiguous tensor in an element type that the communicator can move: its own, or bytes."""
     return tensor if tensor.dtype in DTYPES else tensor.reshape(-1).view(torch.uint8)
 
 
-def to_read(tensor: torch.Tensor) -> torch.Tensor:
+def as_source(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's elements in order, in a form that can be moved: its own memory, or a copy."""
-    return known(detached(tensor).contiguous())
+    return as_movable(detach_resolved(tensor).contiguous())
 
 
-class Written:
-    """Destination tensor of an operation, which writes to `buffer`; `land()` then copies to the tensor if needed."""
+class Destination:
+    """Destination of an operation, which writes to `buffer`; `copy_back()` then copies to the tensor if needed."""
 
-    __slots__ = ("_home", "buffer", "whole")
+    __slots__ = ("_original", "buffer", "whole")
 
     def __init__(self, tensor: torch.Tensor, *, keep: bool = False) -> None:
         """Use the tensor's memory if it is contiguous, else new memory.
@@ -161,20 +161,22 @@ class Written:
             tensor: Destination.
             keep: If true, the new memory starts with the tensor's values, for operations that also read them.
         """
-        home = tensor.detach()
-        if home.is_contiguous() and not home.is_conj() and not home.is_neg():
-            self._home, self.whole = None, home
+        original = tensor.detach()
+        if original.is_contiguous() and not original.is_conj() and not original.is_neg():
+            self._original, self.whole = None, original
         else:
-            self._home = home
+            self._original = original
             self.whole = (
-                detached(tensor).contiguous() if keep else torch.empty(home.shape, dtype=home.dtype, device=home.device)
+                detach_resolved(tensor).contiguous()
+                if keep
+                else torch.empty(original.shape, dtype=original.dtype, device=original.device)
             )
-        self.buffer = known(self.whole)
+        self.buffer = as_movable(self.whole)
 
-    def land(self) -> None:
+    def copy_back(self) -> None:
         """Copy the values to the tensor, unless they are already in its memory."""
-        if self._home is not None:
-            self._home.copy_(self.whole)
+        if self._original is not None:
+            self._original.copy_(self.whole)
 
 
 class Blocks:
@@ -185,31 +187,31 @@ class Blocks:
         first = self._tensors[0]
         total = sum(t.numel() for t in self._tensors)
         self.sizes = [t.numel() * _width(first) for t in self._tensors]  # elements of `buffer`
-        self._together = _adjacent(self._tensors)
-        if self._together:
+        self._is_adjacent = _are_adjacent(self._tensors)
+        if self._is_adjacent:
             self.whole = torch.as_strided(first, (total,), (1,), first.storage_offset())
         else:
             self.whole = torch.empty(total, dtype=first.dtype, device=first.device)
-        self.buffer = known(self.whole)
+        self.buffer = as_movable(self.whole)
 
     @property
-    def even(self) -> bool:
+    def is_even(self) -> bool:
         """True if all tensors have the same number of elements."""
         return len(set(self.sizes)) == 1
 
     def _parts(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """Return pairs of each tensor and its copy in the buffer; empty if the buffer is the tensors' own memory."""
-        if self._together:
+        if self._is_adjacent:
             return []
         pieces = torch.split(self.whole, [t.numel() for t in self._tensors])
         return [(tensor, piece.view(tensor.shape)) for tensor, piece in zip(self._tensors, pieces, strict=True)]
 
-    def collect(self) -> None:
+    def copy_in(self) -> None:
         """Copy the tensors to the buffer."""
         for tensor, piece in self._parts():
             piece.copy_(tensor)
 
-    def spread(self) -> None:
+    def copy_out(self) -> None:
         """Copy the buffer to the tensors."""
         for tensor, piece in self._parts():
             tensor.copy_(piece)
@@ -229,11 +231,11 @@ def row_counts(tensor: torch.Tensor, rows: Sequence[int]) -> list[int] | None:
 
 
 def _width(tensor: torch.Tensor) -> int:
-    """Return how many elements `known` makes of one element."""
+    """Return how many elements `as_movable` makes of one element."""
     return 1 if tensor.dtype in DTYPES else tensor.element_size()
 
 
-def _adjacent(tensors: Sequence[torch.Tensor]) -> bool:
+def _are_adjacent(tensors: Sequence[torch.Tensor]) -> bool:
     address = tensors[0].data_ptr()
     storage = tensors[0].untyped_storage().data_ptr()
     for tensor in tensors:

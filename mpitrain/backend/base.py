@@ -28,7 +28,7 @@ class ArgumentError(InputError, ValueError):
     """Error in an argument of a process group."""
 
 
-def translation(error: BaseException) -> BaseException:
+def translate_error(error: BaseException) -> BaseException:
     """Return the process-group error for an error of the communicator; return any other error unchanged."""
     if isinstance(error, CommunicationError) and not isinstance(error, GroupError):
         return GroupError(str(error), agreed=error.agreed)
@@ -42,9 +42,9 @@ class NoStore(dist.Store):
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise GroupError(
-            "process groups over MPI have no store that ranks share, as torch.distributed.rpc and the like need it; "
-            "make one: torch.distributed.TCPStore(host, port, world_size, rank == 0) on a port that is free, and "
-            "exchange objects with broadcast_object_list"
+            "process groups over MPI have no store that ranks share, which torch.distributed.rpc needs; create one "
+            "on a free port with torch.distributed.TCPStore(host, port, world_size, rank == 0), or exchange objects "
+            "with broadcast_object_list"
         )
 
     set = get = add = check = wait = append = compare_set = delete_key = num_keys = _refuse

@@ -23,21 +23,21 @@ from torch.distributed import distributed_c10d as c10d
 
 from mpitrain.backend.arguments import (
     Blocks,
+    Destination,
     Tensors,
-    Written,
+    as_list,
+    as_movable,
+    as_options,
+    as_source,
     by_inner_tensors,
     check_length,
     check_splits,
-    detached,
+    detach_resolved,
     flat_list,
-    known,
-    listed,
-    options,
     row_counts,
-    to_read,
 )
-from mpitrain.backend.base import ArgumentError, Base, translation
-from mpitrain.backend.work import FinishedWork, Operation, Queue, Several
+from mpitrain.backend.base import ArgumentError, Base, translate_error
+from mpitrain.backend.work import CoalescedWork, FinishedWork, Operation, Queue
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.elements import DTYPES
 from mpitrain.comm.runtime.executor import Reduction, make_scaling
@@ -52,7 +52,7 @@ _BITWISE: dict[Any, Callable[..., torch.Tensor]] = {
 }
 
 
-class Reducing:
+class GroupReducer:
     """One reduction operation for one dtype and communicator.
 
     Attributes:
@@ -81,33 +81,33 @@ class Reducing:
         if kind == _Ops.PREMUL_SUM:
             if not hasattr(op, "factor"):
                 raise ArgumentError(
-                    f"torch {torch.__version__} does not tell the factor of PREMUL_SUM; multiply the tensor and use SUM"
+                    f"torch {torch.__version__} hides the factor of PREMUL_SUM; multiply the tensor by it and use SUM"
                 )
             self.factor = op.factor
         elif self.bitwise is None and kind not in _NAMES:
-            raise ArgumentError(f"reduction {kind} is not one of ours; use {', '.join(map(str, _NAMES))}")
+            raise ArgumentError(f"reduction {kind} is not supported; use {', '.join(map(str, _NAMES))}")
         if self.bitwise is not None and (dtype.is_floating_point or dtype.is_complex):
-            raise ArgumentError(f"{kind} has no meaning for {dtype}; use an integer type, or .view() the bits as one")
+            raise ArgumentError(f"{kind} is not defined for {dtype}; use an integer type, or .view() the bits as one")
         if self.bitwise is None and dtype not in DTYPES:
-            raise ArgumentError(f"{dtype} cannot be reduced, only moved; convert to float32 or a signed integer first")
+            raise ArgumentError(f"{dtype} can be sent but not reduced; convert to float32 or a signed integer first")
         if self.bitwise is None:
             try:
                 Reduction.of(self.name, dtype, comm.size)
             except InputError as error:  # raise in the caller's thread, not later in the one that runs the operation
-                raise translation(error) from None
+                raise translate_error(error) from None
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Reduce the tensors of all ranks in place."""
         if tensor.is_sparse:
             _all_reduce_sparse(tensor, self)
             return
-        into = Written(tensor, keep=True)
+        into = Destination(tensor, keep=True)
         if self.bitwise is not None:
-            into.whole.copy_(self._gathered(into.whole))
+            into.whole.copy_(self._gather_reduce(into.whole))
         else:
             self._scale(into.whole)
             self.comm.all_reduce(into.whole, self.name)
-        into.land()
+        into.copy_back()
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
         """Reduce the tensors of all ranks into the root's tensor; the other tensors keep their values.
@@ -116,9 +116,9 @@ class Reducing:
             tensor: This rank's values; on the root, also the destination of the result.
             root: Rank that receives the result.
         """
-        at_root, into = self.comm.rank == root, Written(tensor, keep=True)
+        at_root, into = self.comm.rank == root, Destination(tensor, keep=True)
         if self.bitwise is not None:
-            result = self._gathered(into.whole)
+            result = self._gather_reduce(into.whole)
             if at_root:
                 into.whole.copy_(result)
         else:
@@ -126,7 +126,7 @@ class Reducing:
             self._scale(x)
             self.comm.reduce(x, root, self.name)
         if at_root:
-            into.land()
+            into.copy_back()
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, counts: list[int] | None = None) -> None:
         """Write this rank's block of the reduction of all x to out.
@@ -136,25 +136,25 @@ class Reducing:
             x: Tensor of one block per rank, in order.
             counts: Number of elements of each rank's block; None if all blocks are equal.
         """
-        target, source = Written(out), detached(x).contiguous()
+        target, source = Destination(out), detach_resolved(x).contiguous()
         if self.bitwise is not None:
             blocks = counts or [source.numel() // self.comm.size] * self.comm.size
-            gathered = self._gathered(source).reshape(-1)
+            gathered = self._gather_reduce(source).reshape(-1)
             target.whole.copy_(torch.split(gathered, blocks)[self.comm.rank].view(target.whole.shape))
         else:
             if self.factor is not None:
                 source = source.clone()
                 self._scale(source)
             self.comm.reduce_scatter(target.whole, source, self.name, counts=counts)
-        target.land()
+        target.copy_back()
 
     def _scale(self, tensor: torch.Tensor) -> None:
         if self.factor is not None:
             tensor.mul_(self.factor)
 
-    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _gather_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         everyone = torch.empty((self.comm.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        self.comm.all_gather(known(everyone), known(tensor))
+        self.comm.all_gather(as_movable(everyone), as_movable(tensor))
         result = everyone[0].clone()
         assert self.bitwise is not None
         for other in everyone[1:]:
@@ -162,14 +162,14 @@ class Reducing:
         return result
 
 
-def _all_reduce_sparse(tensor: torch.Tensor, reducing: Reducing) -> None:
+def _all_reduce_sparse(tensor: torch.Tensor, reducer: GroupReducer) -> None:
     """Sum or average the COO tensors of all ranks in place. Their nonzero entries may differ."""
-    comm = reducing.comm
-    if reducing.name not in ("sum", "avg") or reducing.bitwise is not None:
-        raise ArgumentError("sparse tensors can be summed and averaged only; call .to_dense() first")
+    comm = reducer.comm
+    if reducer.name not in ("sum", "avg") or reducer.bitwise is not None:
+        raise ArgumentError("sparse tensors can only be summed or averaged; call .to_dense() first")
     mine = tensor.detach().coalesce()
     indices, values = mine.indices().contiguous(), mine.values().contiguous()
-    reducing._scale(values)
+    reducer._scale(values)
     entries = torch.empty(comm.size, dtype=torch.int64)
     comm.all_gather(entries, torch.tensor([values.shape[0]]))
     counts = [int(n) for n in entries]
@@ -181,7 +181,7 @@ def _all_reduce_sparse(tensor: torch.Tensor, reducing: Reducing) -> None:
     comm.all_gather(every_index, indices.t().contiguous(), counts=[n * rows for n in counts])
     comm.all_gather(every_value, values, counts=[n * width for n in counts])
     combined = torch.sparse_coo_tensor(every_index.t(), every_value, mine.shape).coalesce()
-    if reducing.name == "avg":
+    if reducer.name == "avg":
         for call in make_scaling(combined.values(), Reduction.of("avg", combined.dtype, comm.size).scale):
             call()
     with torch.no_grad():  # a detached copy would not pass new entries on to the tensor
@@ -191,17 +191,17 @@ def _all_reduce_sparse(tensor: torch.Tensor, reducing: Reducing) -> None:
 Call = Callable[[], dist.Work]
 
 
-class _Issued(threading.local):
+class _PendingCall(threading.local):
     """The call that this thread is passing through the dispatcher, and the handle that it returned."""
 
     call: Call | None = None
     work: dist.Work | None = None
 
 
-_issued = _Issued()
+_pending = _PendingCall()
 
 
-def watched() -> bool:
+def is_observed() -> bool:
     """Return True if a dispatch mode or the profiler observes the dispatcher."""
     return bool(torch._C._len_torch_dispatch_stack()) or torch.autograd._profiler_enabled()
 
@@ -220,7 +220,7 @@ def dispatch(name: str, values: Sequence[Any], group: dist.ProcessGroup, call: C
         Return value of `call`; None if a mode replaced the operation, for instance one that only computes shapes.
     """
     operation = getattr(torch.ops.c10d, name).default
-    _kernel_of(name)
+    _register_kernel(name)
     remaining: Any = iter(values)
     arguments: list[Any] = []
     for argument in operation._schema.arguments:
@@ -232,26 +232,26 @@ def dispatch(name: str, values: Sequence[Any], group: dist.ProcessGroup, call: C
             arguments.append(torch.classes.c10d.ReduceOp())
         else:
             arguments.append(next(remaining, None))  # None: arguments that our operations do not use
-    _issued.call, _issued.work = call, None
+    _pending.call, _pending.work = call, None
     try:
         operation(*arguments)
-        return _issued.work
+        return _pending.work
     finally:
-        _issued.call = _issued.work = None
+        _pending.call = _pending.work = None
 
 
 @functools.cache
-def _kernel_of(name: str) -> torch.library.Library:
+def _register_kernel(name: str) -> torch.library.Library:
     """Register the kernel of an operation. It lasts as long as the returned library, which the cache keeps for ever."""
     operation = getattr(torch.ops.c10d, name).default
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     results = len(operation._schema.returns)
 
     def kernel(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
-        call, _issued.call = _issued.call, None
+        call, _pending.call = _pending.call, None
         if call is None:  # an operation of another backend
             return operation.redispatch(keys & below, *arguments)
-        work = _issued.work = call()
+        work = _pending.work = call()
         return (arguments[0], work.boxed()) if results > 1 else work.boxed()
 
     library = torch.library.Library("c10d", "IMPL")
@@ -268,21 +268,21 @@ class GroupCollectives(Base):
     """
 
     _queue: Queue
-    _compared: Iterator[int] | None  # counts collectives if ranks compare them: TORCH_DISTRIBUTED_DEBUG=DETAIL
+    _compare_count: Iterator[int] | None  # counts collectives if ranks compare them: TORCH_DISTRIBUTED_DEBUG=DETAIL
     _coalesced: list[dist.Work] | None  # operations that are being issued as one
 
     # -- reductions --------------------------------------------------------------------------------------
 
     @by_inner_tensors
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, shown: str = "allreduce_") -> dist.Work:
-        """Reduce each tensor over all ranks in place. `shown`: name of the operation for the dispatcher."""
-        tensors, opts = listed(tensors), options(opts, dist.AllreduceOptions)
-        compared = tensors, opts.reduceOp.op
-        return self._reduce("all_reduce", Reducing.all_reduce, opts, tensors, alike=compared, shown=(shown, tensors))
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, name: str = "allreduce_") -> dist.Work:
+        """Reduce each tensor over all ranks in place. `name`: name of the operation for the dispatcher."""
+        tensors, opts = as_list(tensors), as_options(opts, dist.AllreduceOptions)
+        signature, act = (tensors, opts.reduceOp.op), GroupReducer.all_reduce
+        return self._reduce("all_reduce", act, opts, tensors, signature=signature, op_args=(name, tensors))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Reduce each tensor over all ranks in place; the profiler sees one operation."""
-        return self.allreduce(tensors, opts, shown="allreduce_coalesced_")
+        return self.allreduce(tensors, opts, name="allreduce_coalesced_")
 
     def _reduce(
         self,
@@ -291,31 +291,31 @@ class GroupCollectives(Base):
         opts: Any,
         outputs: list[torch.Tensor],
         *others: Sequence[Any],
-        alike: Sequence[object],
-        shown: tuple[Any, ...],
+        signature: Sequence[object],
+        op_args: tuple[Any, ...],
     ) -> dist.Work:
         """Reduce each output. See `_run` for the other arguments.
 
         Args:
-            act: Function called for each output with its `Reducing`, the output, and its elements of `others`.
+            act: Function called for each output with its `GroupReducer`, the output, and its elements of `others`.
             outputs: Tensors that are written.
             others: Further lists, each with one element per output.
         """
-        reducings = [Reducing(opts.reduceOp, t.dtype, self.comm) for t in outputs]
+        reducers = [GroupReducer(opts.reduceOp, t.dtype, self.comm) for t in outputs]
 
         def call() -> None:
-            for of_each in zip(reducings, outputs, *others, strict=True):
+            for of_each in zip(reducers, outputs, *others, strict=True):
                 act(*of_each)
 
-        return self._run(name, call, outputs, opts, *alike, shown=shown)
+        return self._run(name, call, outputs, opts, *signature, op_args=op_args)
 
     @by_inner_tensors
     def reduce(self, tensors: Any, opts: Any = None, *others: Any) -> dist.Work:
         """Reduce each tensor over all ranks into the root's; the other ranks' tensors keep their values."""
-        tensors, opts = listed(tensors), options(opts, dist.ReduceOptions, *others)
-        root = opts.rootRank
-        compared, shown = (tensors, opts.reduceOp.op, "to", root), ("reduce_", tensors, root, 0)
-        return self._reduce("reduce", partial(Reducing.reduce, root=root), opts, tensors, alike=compared, shown=shown)
+        tensors, opts = as_list(tensors), as_options(opts, dist.ReduceOptions, *others)
+        root, op = opts.rootRank, opts.reduceOp.op
+        act, op_args = partial(GroupReducer.reduce, root=root), ("reduce_", tensors, root, 0)
+        return self._reduce("reduce", act, opts, tensors, signature=(tensors, op, "to", root), op_args=op_args)
 
     @by_inner_tensors
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
@@ -325,17 +325,17 @@ class GroupCollectives(Base):
             outputs: Tensor or list of tensors.
             inputs: For each output, a list with one block per rank; blocks may have different sizes.
         """
-        outputs, opts = listed(outputs), options(opts, dist.ReduceScatterOptions)
+        outputs, opts = as_list(outputs), as_options(opts, dist.ReduceScatterOptions)
         lists = [inputs] if isinstance(inputs[0], torch.Tensor) else list(inputs)
         check_length(self.comm, "reduce_scatter", "input", lists)
 
-        def act(reducing: Reducing, out: torch.Tensor, blocks: Tensors) -> None:
+        def act(reducer: GroupReducer, out: torch.Tensor, blocks: Tensors) -> None:
             joined = Blocks(blocks)
-            joined.collect()
-            reducing.reduce_scatter(out, joined.whole, None if joined.even else joined.sizes)
+            joined.copy_in()
+            reducer.reduce_scatter(out, joined.whole, None if joined.is_even else joined.sizes)
 
-        compared, shown = (lists[0], opts.reduceOp.op), ("reduce_scatter_", outputs, lists)
-        return self._reduce("reduce_scatter", act, opts, outputs, lists, alike=compared, shown=shown)
+        signature, op_args = (lists[0], opts.reduceOp.op), ("reduce_scatter_", outputs, lists)
+        return self._reduce("reduce_scatter", act, opts, outputs, lists, signature=signature, op_args=op_args)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Write to the output this rank's block of the reduction of all inputs."""
@@ -343,13 +343,13 @@ class GroupCollectives(Base):
 
     @by_inner_tensors
     def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None, *shown: Any
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None, *op_args: Any
     ) -> dist.Work:
-        """Write to each output this rank's block of the reduction of its inputs. `shown`: see `_run`."""
-        outputs, inputs, opts = list(outputs), list(inputs), options(opts, dist.ReduceScatterOptions)
-        compared, act = (outputs, inputs, opts.reduceOp.op), Reducing.reduce_scatter
-        shown = shown or ("reduce_scatter_tensor_coalesced_", outputs, inputs)
-        return self._reduce("reduce_scatter", act, opts, outputs, inputs, alike=compared, shown=shown)
+        """Write to each output this rank's block of the reduction of its inputs. `op_args`: see `_run`."""
+        outputs, inputs, opts = list(outputs), list(inputs), as_options(opts, dist.ReduceScatterOptions)
+        signature, act = (outputs, inputs, opts.reduceOp.op), GroupReducer.reduce_scatter
+        op_args = op_args or ("reduce_scatter_tensor_coalesced_", outputs, inputs)
+        return self._reduce("reduce_scatter", act, opts, outputs, inputs, signature=signature, op_args=op_args)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -359,20 +359,20 @@ class GroupCollectives(Base):
     @by_inner_tensors
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Copy each tensor of the root to all ranks."""
-        tensors, opts = listed(tensors), options(opts, dist.BroadcastOptions)
+        tensors, opts = as_list(tensors), as_options(opts, dist.BroadcastOptions)
         root = opts.rootRank
 
         def call() -> None:
             for tensor in tensors:
                 if self.comm.rank == root:
-                    self.comm.broadcast(to_read(tensor), root)
+                    self.comm.broadcast(as_source(tensor), root)
                 else:
-                    into = Written(tensor)
+                    into = Destination(tensor)
                     self.comm.broadcast(into.buffer, root)
-                    into.land()
+                    into.copy_back()
 
-        shown = "broadcast_", tensors, root, 0
-        return self._run("broadcast", call, tensors, opts, tensors, "from", root, shown=shown)
+        op_args = "broadcast_", tensors, root, 0
+        return self._run("broadcast", call, tensors, opts, tensors, "from", root, op_args=op_args)
 
     @by_inner_tensors
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
@@ -382,18 +382,18 @@ class GroupCollectives(Base):
             outputs: For each input, a list with one tensor per rank.
             inputs: Tensor or list of tensors.
         """
-        inputs, opts = listed(inputs), options(opts, c10d.AllgatherOptions)
+        inputs, opts = as_list(inputs), as_options(opts, c10d.AllgatherOptions)
         lists = [outputs] if isinstance(outputs[0], torch.Tensor) else list(outputs)
         check_length(self.comm, "all_gather", "output", lists)
 
         def call() -> None:
             for outs, x in zip(lists, inputs, strict=True):
                 blocks = Blocks(outs)
-                self.comm.all_gather(blocks.buffer, to_read(x), counts=None if blocks.even else blocks.sizes)
-                blocks.spread()
+                self.comm.all_gather(blocks.buffer, as_source(x), counts=None if blocks.is_even else blocks.sizes)
+                blocks.copy_out()
 
         every = [out for outs in lists for out in outs]
-        return self._run("all_gather", call, every, opts, lists[0], shown=("allgather_", lists, inputs))
+        return self._run("all_gather", call, every, opts, lists[0], op_args=("allgather_", lists, inputs))
 
     @by_inner_tensors
     def allgather_coalesced(self, output_lists: Any, inputs: Tensors, opts: Any = None) -> dist.Work:
@@ -406,19 +406,19 @@ class GroupCollectives(Base):
 
     @by_inner_tensors
     def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None, *shown: Any
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None, *op_args: Any
     ) -> dist.Work:
-        """Gather each input from all ranks into its output, one after the other. `shown`: see `_run`."""
-        outputs, inputs, opts = list(outputs), list(inputs), options(opts, c10d.AllgatherOptions)
-        shown = shown or ("allgather_into_tensor_coalesced_", outputs, inputs)
+        """Gather each input from all ranks into its output, one after the other. `op_args`: see `_run`."""
+        outputs, inputs, opts = list(outputs), list(inputs), as_options(opts, c10d.AllgatherOptions)
+        op_args = op_args or ("allgather_into_tensor_coalesced_", outputs, inputs)
 
         def call() -> None:
             for out, x in zip(outputs, inputs, strict=True):
-                into = Written(out)
-                self.comm.all_gather(into.buffer, to_read(x))
-                into.land()
+                into = Destination(out)
+                self.comm.all_gather(into.buffer, as_source(x))
+                into.copy_back()
 
-        return self._run("all_gather", call, outputs, opts, outputs, inputs, shown=shown)
+        return self._run("all_gather", call, outputs, opts, outputs, inputs, op_args=op_args)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -431,22 +431,22 @@ class GroupCollectives(Base):
             outputs: On the root, a list with one tensor per rank, possibly in another list; empty on other ranks.
             inputs: This rank's tensor, possibly in a list.
         """
-        [x] = listed(inputs)
-        opts = options(opts, dist.GatherOptions)
+        [x] = as_list(inputs)
+        opts = as_options(opts, dist.GatherOptions)
         root, outs = opts.rootRank, flat_list(outputs)
         if self.comm.rank == root:
             check_length(self.comm, "gather", "output", [outs])
 
         def call() -> None:
             if self.comm.rank != root:
-                self.comm.gather(None, to_read(x), root)
+                self.comm.gather(None, as_source(x), root)
                 return
             blocks = Blocks(outs)
-            self.comm.gather(blocks.buffer, to_read(x), root)
-            blocks.spread()
+            self.comm.gather(blocks.buffer, as_source(x), root)
+            blocks.copy_out()
 
-        shown = "gather_", [outs] if outs else [], [x], root
-        return self._run("gather", call, outs, opts, [x], "to", root, shown=shown)
+        op_args = "gather_", [outs] if outs else [], [x], root
+        return self._run("gather", call, outs, opts, [x], "to", root, op_args=op_args)
 
     @by_inner_tensors
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
@@ -456,24 +456,24 @@ class GroupCollectives(Base):
             outputs: Tensor that receives this rank's element, possibly in a list.
             inputs: On the root, a list with one tensor per rank, possibly in another list; empty on other ranks.
         """
-        [out] = listed(outputs)
-        opts = options(opts, dist.ScatterOptions)
+        [out] = as_list(outputs)
+        opts = as_options(opts, dist.ScatterOptions)
         root, blocks = opts.rootRank, flat_list(inputs)
         if self.comm.rank == root:
             check_length(self.comm, "scatter", "input", [blocks])
 
         def call() -> None:
-            into = Written(out)
+            into = Destination(out)
             if self.comm.rank == root:
                 joined = Blocks(blocks)
-                joined.collect()
+                joined.copy_in()
                 self.comm.scatter(into.buffer, joined.buffer, root)
             else:
                 self.comm.scatter(into.buffer, None, root)
-            into.land()
+            into.copy_back()
 
-        shown = "scatter_", [out], [blocks] if blocks else [], root
-        return self._run("scatter", call, [out], opts, [out], "from", root, shown=shown)
+        op_args = "scatter_", [out], [blocks] if blocks else [], root
+        return self._run("scatter", call, [out], opts, [out], "from", root, op_args=op_args)
 
     @by_inner_tensors
     def all_to_all_single(
@@ -496,16 +496,16 @@ class GroupCollectives(Base):
         into_rows, from_rows = output_split_sizes or [], input_split_sizes or []
         check_splits(self.comm, "output", output, into_rows)
         check_splits(self.comm, "input", input, from_rows)
-        opts = options(opts, dist.AllToAllOptions)
+        opts = as_options(opts, dist.AllToAllOptions)
 
         def call() -> None:
-            into = Written(output)
+            into = Destination(output)
             out_counts, in_counts = row_counts(output, into_rows), row_counts(input, from_rows)
-            self.comm.all_to_all(into.buffer, to_read(input), out_counts=out_counts, in_counts=in_counts)
-            into.land()
+            self.comm.all_to_all(into.buffer, as_source(input), out_counts=out_counts, in_counts=in_counts)
+            into.copy_back()
 
-        shown = "alltoall_base_", output, input, list(into_rows), list(from_rows)
-        return self._run("all_to_all", call, [output], opts, input.dtype, shown=shown)
+        op_args = "alltoall_base_", output, input, list(into_rows), list(from_rows)
+        return self._run("all_to_all", call, [output], opts, input.dtype, op_args=op_args)
 
     alltoall_base = all_to_all_single
 
@@ -516,17 +516,17 @@ class GroupCollectives(Base):
         Args:
             outputs, inputs: Lists with one tensor per rank; sizes may differ.
         """
-        outputs, inputs, opts = list(outputs), list(inputs), options(opts, dist.AllToAllOptions)
+        outputs, inputs, opts = list(outputs), list(inputs), as_options(opts, dist.AllToAllOptions)
         check_length(self.comm, "all_to_all", "output", [outputs])
         check_length(self.comm, "all_to_all", "input", [inputs])
 
         def call() -> None:
             targets, sources = Blocks(outputs), Blocks(inputs)
-            sources.collect()
+            sources.copy_in()
             self.comm.all_to_all(targets.buffer, sources.buffer, out_counts=targets.sizes, in_counts=sources.sizes)
-            targets.spread()
+            targets.copy_out()
 
-        return self._run("all_to_all", call, outputs, opts, inputs[0].dtype, shown=("alltoall_", outputs, inputs))
+        return self._run("all_to_all", call, outputs, opts, inputs[0].dtype, op_args=("alltoall_", outputs, inputs))
 
     # -- execution: now or in the group's queue, alone or as one of several ----------------------------------
 
@@ -536,8 +536,8 @@ class GroupCollectives(Base):
         call: Callable[[], None],
         outputs: Tensors,
         options: Any,
-        *alike: object,
-        shown: tuple[Any, ...],
+        *signature: object,
+        op_args: tuple[Any, ...],
     ) -> dist.Work:
         """Carry an operation out now, or queue it.
 
@@ -546,15 +546,15 @@ class GroupCollectives(Base):
             call: Function that carries it out.
             outputs: Tensors that it writes.
             options: torch's options.
-            alike: Values that must be equal on all ranks.
-            shown: Name and arguments of the operation for torch's dispatcher.
+            signature: Values that must be equal on all ranks.
+            op_args: Name and arguments of the operation for torch's dispatcher.
         """
-        return self._seen(shown, outputs, partial(self._issue, name, call, outputs, options, alike, shown))
+        return self._dispatch(op_args, outputs, partial(self._issue, name, call, outputs, options, signature, op_args))
 
-    def _seen(self, shown: tuple[Any, ...], outputs: Tensors, issue: Callable[[], dist.Work]) -> dist.Work:
-        """Issue an operation, through torch's dispatcher if somebody observes it. `shown`: see `_run`."""
-        if watched():
-            return dispatch(shown[0], shown[1:], self, issue) or FinishedWork(outputs)
+    def _dispatch(self, op_args: tuple[Any, ...], outputs: Tensors, issue: Callable[[], dist.Work]) -> dist.Work:
+        """Issue an operation, through torch's dispatcher if somebody observes it. `op_args`: see `_run`."""
+        if is_observed():
+            return dispatch(op_args[0], op_args[1:], self, issue) or FinishedWork(outputs)
         return issue()
 
     def _issue(
@@ -563,10 +563,10 @@ class GroupCollectives(Base):
         call: Callable[[], None],
         outputs: Tensors,
         options: Any,
-        alike: Sequence[object],
+        signature: Sequence[object],
         arguments: Sequence[Any],
     ) -> dist.Work:
-        self._compare(name, alike)
+        self._compare(name, signature)
         at_once = not getattr(options, "asyncOp", True) and self._coalesced is None
         if at_once and self._queue.limit is None:
             self._queue.perform(call)
@@ -574,16 +574,16 @@ class GroupCollectives(Base):
         work = Operation(f"{name} of {self.comm.label}", call, outputs, self._queue, arguments)
         if at_once:  # in a thread, because a caller inside MPI could not return after the timeout
             work.wait()
-        return self._remember(work)
+        return self._record(work)
 
-    def _compare(self, name: str, alike: Sequence[object]) -> None:
+    def _compare(self, name: str, signature: Sequence[object]) -> None:
         """Check in debug mode that all ranks issue the same operation with the same shapes, reduction and root."""
-        if self._compared is not None:
-            description = " ".join(_shapes(part) if isinstance(part, list) else str(part) for part in alike)
-            description = f"{name} #{next(self._compared)} {description}"
+        if self._compare_count is not None:
+            description = " ".join(_shapes(part) if isinstance(part, list) else str(part) for part in signature)
+            description = f"{name} #{next(self._compare_count)} {description}"
             self._queue.perform(lambda: self.comm.require_same(description))
 
-    def _remember(self, work: dist.Work) -> dist.Work:
+    def _record(self, work: dist.Work) -> dist.Work:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -593,7 +593,7 @@ class GroupCollectives(Base):
 
     def _end_coalescing(self, device: torch.device | None = None) -> dist.Work:
         works, self._coalesced = self._coalesced or [], None
-        return Several(works)
+        return CoalescedWork(works)
 
 
 def _shapes(tensors: Tensors) -> str:

@@ -36,23 +36,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mpitrain.backend.arguments import Written, by_inner_tensors, listed, to_read
-from mpitrain.backend.base import GroupError, NoStore, translation
-from mpitrain.backend.collectives import GroupCollectives, watched
-from mpitrain.backend.work import FinishedWork, MessageWork, Queue, comes_true, seconds_of
+from mpitrain.backend.arguments import Destination, as_list, as_source, by_inner_tensors
+from mpitrain.backend.base import GroupError, NoStore, translate_error
+from mpitrain.backend.collectives import GroupCollectives, is_observed
+from mpitrain.backend.work import FinishedWork, MessageWork, Queue, poll_until, seconds_of
 from mpitrain.comm import ANY_SOURCE, Communicator, init
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import MpitrainError
 
-_KEPT = 16  # communicators that may be kept for re-use
+_MAX_REUSABLE = 16  # communicators that may be kept for re-use
 _TAGS = 1 << 14
 
 Key = tuple[int, ...]  # the ranks of a group
 Name = tuple[Key, int]  # of a communicator: its ranks, and the number of earlier ones with the same ranks
-Verdict = tuple[int, list[Name], list[Name]]  # see `_judge`
+Decision = tuple[int, list[Name], list[Name]]  # see `_decide`
 
 
-def _judge(key: Key, offers: Iterable[tuple[Name, int]]) -> Verdict:
+def _decide(key: Key, offers: Iterable[tuple[Name, int]]) -> Decision:
     """Decide which communicators are re-used, freed or abandoned, among those that all of their ranks have left.
 
     Args:
@@ -71,7 +71,7 @@ def _judge(key: Key, offers: Iterable[tuple[Name, int]]) -> Verdict:
     use = next((name for name in clean if name[0] == key), None)
     spare = [name for name in clean if name != use]
     forget = [name for name in by_all if name not in clean]
-    return use[1] if use is not None else -1, spare[: max(0, len(spare) - _KEPT)], forget
+    return use[1] if use is not None else -1, spare[: max(0, len(spare) - _MAX_REUSABLE)], forget
 
 
 @dataclass
@@ -81,71 +81,70 @@ class GroupRegistry:
     Attributes:
         control: Communicator over all ranks, by which members of a group agree.
         store: Store passed to torch. torch does not keep its Python part alive, so it is kept here.
-        made: Communicators by their ranks, in order of creation; None for those that were freed.
-        left: Communicators of destroyed groups, with their numbers of messages sent minus received.
+        communicators: Communicators by their ranks, in order of creation; None for those that were freed.
+        surpluses: Number of messages that this rank sent minus received, by communicator of a destroyed group.
     """
 
     control: Communicator
     store: NoStore = field(default_factory=NoStore)
-    made: dict[Key, list[Communicator | None]] = field(default_factory=dict)
-    left: dict[Name, int] = field(default_factory=dict)
+    communicators: dict[Key, list[Communicator | None]] = field(default_factory=dict)
+    surpluses: dict[Name, int] = field(default_factory=dict)
 
-    def take(self, ranks: Sequence[int]) -> Communicator:
+    def acquire(self, ranks: Sequence[int]) -> Communicator:
         """Return a communicator over these ranks of the world, in this order. Collective over them."""
         key = tuple(ranks)
         use, free, forget = self._agree(key)
         for name in (*free, *forget):
-            if self.left.pop(name, None) is not None:
-                comm, self.made[name[0]][name[1]] = self.made[name[0]][name[1]], None
+            if self.surpluses.pop(name, None) is not None:
+                comm, self.communicators[name[0]][name[1]] = self.communicators[name[0]][name[1]], None
                 if comm is not None and name in free:
                     comm.free()
-        communicators = self.made.setdefault(key, [])
+        communicators = self.communicators.setdefault(key, [])
         if use >= 0:
-            del self.left[key, use]
+            del self.surpluses[key, use]
             comm = communicators[use]
         else:
-            comm = self.control.subgroup(key, label=f"group {len(communicators)} of ranks {_short(key)}")
+            comm = self.control.subgroup(key, label=f"group {len(communicators)} of ranks {_format_ranks(key)}")
             communicators.append(comm)
         assert comm is not None  # this rank is one of them
         return comm
 
-    def give_back(self, comm: Communicator, surplus: int) -> None:
+    def release(self, comm: Communicator, surplus: int) -> None:
         """Note that a group is destroyed and that none of its operations is under way on this rank.
 
         Args:
             comm: Communicator of the group.
             surplus: Number of messages that this rank has sent in it, minus those it has received.
         """
-        name = next(
-            (key, communicators.index(comm)) for key, communicators in self.made.items() if comm in communicators
-        )
-        self.left[name] = surplus
+        name = next((key, comms.index(comm)) for key, comms in self.communicators.items() if comm in comms)
+        self.surpluses[name] = surplus
 
-    def _agree(self, key: Key) -> Verdict:
+    def _agree(self, key: Key) -> Decision:
         control, first = self.control, key[0]
         tag = zlib.crc32(repr(key).encode()) % _TAGS
-        offer = [(name, surplus) for name, surplus in self.left.items() if set(name[0]) <= set(key)]
+        offer = [(name, surplus) for name, surplus in self.surpluses.items() if set(name[0]) <= set(key)]
         if control.rank != first:
-            _tell(control, offer, first, tag)
-            use, *names = _hear(control, first, tag)
+            _send_json(control, offer, first, tag)
+            use, *names = _recv_json(control, first, tag)
             free, forget = ([(tuple(ranks), number) for ranks, number in listed] for listed in names)
             return use, free, forget
         everyone = list(offer)
         for rank in key[1:]:
-            everyone += [((tuple(ranks), number), surplus) for (ranks, number), surplus in _hear(control, rank, tag)]
-        verdict = _judge(key, everyone)
+            offers = _recv_json(control, rank, tag)
+            everyone += [((tuple(ranks), number), surplus) for (ranks, number), surplus in offers]
+        decision = _decide(key, everyone)
         for rank in key[1:]:
-            _tell(control, verdict, rank, tag)
-        return verdict
+            _send_json(control, decision, rank, tag)
+        return decision
 
 
-def _tell(control: Communicator, value: Any, rank: int, tag: int) -> None:
+def _send_json(control: Communicator, value: Any, rank: int, tag: int) -> None:
     text = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8).copy()
     control.send(np.array([text.size], dtype=np.int64), rank, tag)
     control.send(text, rank, tag)
 
 
-def _hear(control: Communicator, rank: int, tag: int) -> Any:
+def _recv_json(control: Communicator, rank: int, tag: int) -> Any:
     length = np.empty(1, dtype=np.int64)
     control.recv(length, rank, tag)
     text = np.empty(int(length[0]), dtype=np.uint8)
@@ -154,20 +153,20 @@ def _hear(control: Communicator, rank: int, tag: int) -> Any:
 
 
 @functools.cache
-def place() -> GroupRegistry:
+def get_registry() -> GroupRegistry:
     """Return the registry of this process. Collective over all ranks the first time."""
     world = init(abort_on_error=False)
     return GroupRegistry(world.split(0, world.rank, label="torch.distributed"))
 
 
-def _short(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 8 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
         return f"{ranks[0]}..{ranks[-1]}"
     return str(list(ranks))
 
 
 _STEPS = 8  # block sizes between one power of two and the next, so at most 1/8 of a block is unused
-_LEAST = 4096  # bytes
+_MIN_BLOCK = 4096  # bytes
 
 
 class TensorMemory:
@@ -197,11 +196,11 @@ class TensorMemory:
             dtype: Element type.
         """
         nbytes = numel * dtype.itemsize
-        free = self._free[_rounded(nbytes)]
+        free = self._free[_block_size(nbytes)]
         try:
             block = free.pop()
         except IndexError:
-            block = np.empty(_rounded(nbytes), dtype=np.uint8)
+            block = np.empty(_block_size(nbytes), dtype=np.uint8)
         lent = block[:nbytes]  # torch keeps this object alive as long as it uses the memory
         weakref.finalize(lent, free.append, block).atexit = False
         return torch.from_numpy(lent).view(dtype)
@@ -211,9 +210,9 @@ class TensorMemory:
         self._free.clear()
 
 
-def _rounded(nbytes: int) -> int:
+def _block_size(nbytes: int) -> int:
     """Return the size of the block for a tensor of `nbytes` bytes."""
-    unit = max(_LEAST, (1 << max(nbytes - 1, 1).bit_length()) // (2 * _STEPS))
+    unit = max(_MIN_BLOCK, (1 << max(nbytes - 1, 1).bit_length()) // (2 * _STEPS))
     return -(-nbytes // unit) * unit
 
 
@@ -225,7 +224,7 @@ class Barriers:
     """Barriers with a time limit, by messages: MPI's own barrier cannot be left before all ranks have arrived.
 
     `wait` is the dissemination barrier: in round k, rank r sends to rank r + 2^k and receives from rank r - 2^k, for
-    ceil(log2(size)) rounds. In `monitored`, each rank sends to rank 0, and then rank 0 sends to each rank.
+    ceil(log2(size)) rounds. In `wait_monitored`, each rank sends to rank 0, and then rank 0 sends to each rank.
 
     Reference: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization" (1988).
 
@@ -238,7 +237,7 @@ class Barriers:
         self._count = 0
         self.abandoned: list[Messages] = []
 
-    def _next_of(self, tags: range) -> int:
+    def _next_tag(self, tags: range) -> int:
         self._count += 1
         return tags[self._count % len(tags)]
 
@@ -251,22 +250,22 @@ class Barriers:
         Raises:
             GroupError: Some rank has not arrived in that time.
         """
-        comm, tag = self._comm, self._next_of(_BARRIER_TAGS)
+        comm, tag = self._comm, self._next_tag(_BARRIER_TAGS)
         deadline = time.monotonic() + seconds
         distance = 1
         while distance < comm.size:
             before = (comm.rank - distance) % comm.size
             arriving = comm.irecv(np.empty(1, dtype=np.int64), before, tag)
             leaving = comm.isend(np.zeros(1, dtype=np.int64), (comm.rank + distance) % comm.size, tag)
-            if not self._done(arriving, deadline):
+            if not self._complete_by(arriving, deadline):
                 raise GroupError(
-                    f"barrier of {comm.label}: Timed out waiting {1e3 * seconds:.0f}ms on rank {comm.rank} for word "
-                    f"from rank {before}; that rank, or one that it waits for, did not come"
+                    f"barrier of {comm.label}: Timed out waiting {1e3 * seconds:.0f}ms on rank {comm.rank} for a "
+                    f"message from rank {before}; that rank, or one that it waits for, did not call the barrier"
                 )
-            self._done(leaving, deadline)
+            self._complete_by(leaving, deadline)
             distance *= 2
 
-    def monitored(self, seconds: float, wait_all_ranks: bool) -> None:
+    def wait_monitored(self, seconds: float, wait_all_ranks: bool) -> None:
         """Return when every rank has called this; otherwise rank 0 names ranks that did not.
 
         Args:
@@ -276,22 +275,22 @@ class Barriers:
         Raises:
             GroupError: Some rank has not arrived in that time. The message is worded as gloo's.
         """
-        comm, tag = self._comm, self._next_of(_MONITORED_TAGS)
+        comm, tag = self._comm, self._next_tag(_MONITORED_TAGS)
         deadline = time.monotonic() + seconds
         word = np.zeros(1, dtype=np.int64)
         if comm.rank:
-            self._done(comm.isend(word, 0, tag), deadline)
-            if not self._done(comm.irecv(word, 0, tag), deadline):
+            self._complete_by(comm.isend(word, 0, tag), deadline)
+            if not self._complete_by(comm.irecv(word, 0, tag), deadline):
                 raise GroupError(
                     f"Rank {comm.rank} successfully reached monitoredBarrier, but received errors while waiting for "
-                    f"send/recv from rank 0: nothing came in {1e3 * seconds:.0f} ms ({comm.label}); rank 0 tells who "
-                    "did not come"
+                    f"send/recv from rank 0: no message in {1e3 * seconds:.0f} ms ({comm.label}); see rank 0's "
+                    "error for the missing ranks"
                 )
             return
         arriving = {rank: comm.irecv(np.empty(1, dtype=np.int64), rank, tag) for rank in range(1, comm.size)}
         missing = []
         for rank, work in arriving.items():
-            if not self._done(work, deadline):
+            if not self._complete_by(work, deadline):
                 missing.append(rank)
                 if not wait_all_ranks:
                     break
@@ -299,38 +298,39 @@ class Barriers:
             self.abandoned += arriving.values()
             if seconds <= 0:
                 raise GroupError(
-                    f"Rank 0 timed out in monitoredBarrier after {1e3 * seconds:.0f} ms; give it some time"
+                    f"Rank 0 timed out in monitoredBarrier after {1e3 * seconds:.0f} ms; pass a longer timeout"
                 )
             names = ", ".join(map(str, missing))
             raise GroupError(
                 f"Rank{'s' if len(missing) > 1 else ''} {names} failed to pass monitoredBarrier in "
-                f"{1e3 * seconds:.0f} ms ({comm.label}); look at what they do instead"
+                f"{1e3 * seconds:.0f} ms ({comm.label}); check what they are doing"
             )
         for rank in arriving:
-            self._done(comm.isend(word, rank, tag), deadline)
+            self._complete_by(comm.isend(word, rank, tag), deadline)
 
-    def _done(self, work: Messages, deadline: float) -> bool:
+    def _complete_by(self, work: Messages, deadline: float) -> bool:
         if work.done():
             return True
         with work.limited_wait():
-            done = comes_true(work.done, deadline)
+            done = poll_until(work.done, deadline)
         if not done:
             self.abandoned.append(work)
         return done
 
 
-_SHORT = 300.0  # seconds: after a timeout up to this, the group raises; after a longer one, the watchdog ends the job
+# seconds: after a timeout up to this, the group raises; after a longer one, the watchdog ends the job
+_SHORT_TIMEOUT = 300.0
 
 
-def _lacking(name: str, instead: str) -> GroupError:
-    return GroupError(f'the backend "mpitrain" has no {name}; {instead}', agreed=True)
+def _unsupported_error(name: str, advice: str) -> GroupError:
+    return GroupError(f'the backend "mpitrain" does not support {name}; {advice}', agreed=True)
 
 
-def _refusing(name: str, instead: str) -> Callable[..., Any]:
+def _unsupported(name: str, advice: str) -> Callable[..., Any]:
     """Return a method that raises an error, for a feature that this backend lacks."""
 
     def refuse(*_: Any, **__: Any) -> Any:
-        raise _lacking(name, instead)
+        raise _unsupported_error(name, advice)
 
     return refuse
 
@@ -343,9 +343,9 @@ class MPIProcessGroup(GroupCollectives):
         self.comm = comm
         self.timeout = timeout.total_seconds()
         self._name, self._store = name, store
-        self._queue = Queue(comm, self.timeout if self.timeout <= _SHORT else None)
+        self._queue = Queue(comm, self.timeout if self.timeout <= _SHORT_TIMEOUT else None)
         self._barriers = Barriers(comm)
-        self._compared = itertools.count(1) if dist.get_debug_level() == dist.DebugLevel.DETAIL else None
+        self._compare_count = itertools.count(1) if dist.get_debug_level() == dist.DebugLevel.DETAIL else None
         self._memory = TensorMemory()
         self._coalesced: list[dist.Work] | None = None
         self._in_flight: set[MessageWork] = set()
@@ -366,9 +366,13 @@ class MPIProcessGroup(GroupCollectives):
             dst: Rank that receives it.
             tag: Number that the receiver passes as well.
         """
-        [tensor] = listed(tensors)
-        issue = partial(self._begin, f"send to rank {dst}", lambda: self.comm.isend(to_read(tensor), dst, tag), tensor)
-        return self._seen(("send", [tensor], dst, tag), [tensor], issue)
+        [tensor] = as_list(tensors)
+
+        def begin() -> Messages:
+            return self.comm.isend(as_source(tensor), dst, tag)
+
+        issue = partial(self._begin, f"send to rank {dst}", begin, tensor)
+        return self._dispatch(("send", [tensor], dst, tag), [tensor], issue)
 
     @by_inner_tensors
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
@@ -379,23 +383,28 @@ class MPIProcessGroup(GroupCollectives):
             src: Rank that sends.
             tag: Number that the sender passes as well.
         """
-        [tensor] = listed(tensors)
-        into = Written(tensor)
+        [tensor] = as_list(tensors)
+        into = Destination(tensor)
         source = "any rank" if src == ANY_SOURCE else f"rank {src}"
-        shown = ("recv_any_source_", [tensor], tag) if src == ANY_SOURCE else ("recv_", [tensor], src, tag)
+        op_args = ("recv_any_source_", [tensor], tag) if src == ANY_SOURCE else ("recv_", [tensor], src, tag)
         begin = partial(self.comm.irecv, into.buffer, src, tag)
-        return self._seen(shown, [tensor], partial(self._begin, f"receive from {source}", begin, tensor, into.land))
+        issue = partial(self._begin, f"receive from {source}", begin, tensor, into.copy_back)
+        return self._dispatch(op_args, [tensor], issue)
 
     def _begin(
-        self, name: str, begin: Callable[[], Messages], tensor: torch.Tensor, land: Callable[[], None] | None = None
+        self,
+        name: str,
+        begin: Callable[[], Messages],
+        tensor: torch.Tensor,
+        copy_back: Callable[[], None] | None = None,
     ) -> dist.Work:
         try:
             work = begin()
         except MpitrainError as error:
-            raise translation(error) from error
-        self._surplus += 1 if land is None else -1
+            raise translate_error(error) from error
+        self._surplus += 1 if copy_back is None else -1
         name = f"{name} of {self.group_name}"
-        return self._remember(MessageWork(name, work, [tensor], self.timeout, self._in_flight, land))
+        return self._record(MessageWork(name, work, [tensor], self.timeout, self._in_flight, copy_back))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """Begin to receive into a tensor from any rank of the group.
@@ -420,9 +429,9 @@ class MPIProcessGroup(GroupCollectives):
         """
         limit = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", timeout)
         seconds = seconds_of(limit, self.timeout)
-        if getattr(opts, "asyncOp", True) or self._coalesced is not None or watched():
-            shown: Any = ("barrier", torch.empty(0), [])
-            return self._run("barrier", lambda: self._barriers.wait(seconds), [], opts, shown=shown)
+        if getattr(opts, "asyncOp", True) or self._coalesced is not None or is_observed():
+            op_args: Any = ("barrier", torch.empty(0), [])
+            return self._run("barrier", lambda: self._barriers.wait(seconds), [], opts, op_args=op_args)
         self._compare("barrier", [])
         self._queue.perform(lambda: self._barriers.wait(seconds))  # it raises by itself after its own limit
         return FinishedWork([])
@@ -435,7 +444,7 @@ class MPIProcessGroup(GroupCollectives):
             wait_all_ranks: If true, rank 0 names all missing ranks, else the first.
         """
         seconds = timeout.total_seconds() if timeout is not None else self.timeout
-        self._queue.perform(lambda: self._barriers.monitored(seconds, wait_all_ranks))
+        self._queue.perform(lambda: self._barriers.wait_monitored(seconds, wait_all_ranks))
 
     # -- memory ------------------------------------------------------------------------------------------
 
@@ -455,7 +464,7 @@ class MPIProcessGroup(GroupCollectives):
             GroupError: The device is not the CPU.
         """
         if not self.supports_tensor_alloc(device):
-            raise _lacking(f"memory of its own on {device}", "allocate with torch.empty")
+            raise _unsupported_error(f"allocate_tensor on {device}", "allocate with torch.empty")
         return self._memory.tensor(size, dtype)
 
     # -- life --------------------------------------------------------------------------------------------
@@ -474,21 +483,21 @@ class MPIProcessGroup(GroupCollectives):
             self._queue.close()
             self._memory.clear()
             if stuck := self._queue.stuck:
-                text = f"mpitrain: rank {self.comm.world_ranks[self.comm.rank]}: left with {stuck} not complete"
+                text = f"mpitrain: rank {self.comm.world_ranks[self.comm.rank]}: exited before {stuck} was complete"
                 atexit.register(self.comm.process.faults.end_job, text)  # MPI cannot finalize with a thread inside it
             elif not self._barriers.abandoned:
                 with suppress(MpitrainError):
                     if all(message.is_completed() for message in list(self._in_flight)):
-                        place().give_back(self.comm, self._surplus)
+                        get_registry().release(self.comm, self._surplus)
 
     abort = shutdown
 
-    # -- what we lack ------------------------------------------------------------------------------------
+    # -- not supported ------------------------------------------------------------------------------------
 
-    split_group = _refusing("ProcessGroup.split_group", "call torch.distributed.split_group or new_group")
-    merge_remote_group = _refusing(
+    split_group = _unsupported("ProcessGroup.split_group", "call torch.distributed.split_group or new_group")
+    merge_remote_group = _unsupported(
         "merge_remote_group", "start all ranks with one mpirun, and make groups of them with new_group"
     )
-    _register_on_completion_hook = _refusing("_register_on_completion_hook", "use work.get_future().then(callback)")
-    _enable_collectives_timing = _refusing("_enable_collectives_timing", "use torch.profiler")
-    _start_time_estimate = _refusing("time estimates", "use python -m benchmarks backend")
+    _register_on_completion_hook = _unsupported("_register_on_completion_hook", "use work.get_future().then(callback)")
+    _enable_collectives_timing = _unsupported("_enable_collectives_timing", "use torch.profiler")
+    _start_time_estimate = _unsupported("time estimates", "use python -m benchmarks backend")

@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 
 NAME = "mpitrain"
 ADDRESS = "mpitrain://"  # init_method
-_LEAST = 10.0  # seconds; shorter timeouts, meant for a short wait, must not end the whole job
+_MIN_TIMEOUT = 10.0  # seconds; shorter timeouts, meant for a short wait, must not end the whole job
 _HELPER = "_new_process_group_helper"
 _SIMULATED = {"fake", "threaded"}  # backends that do not communicate
 
 
-def know_devices() -> None:
+def register_devices() -> None:
     """Tell torch that the backend accepts tensors on the CPU and on the accelerator, if there is one.
 
     Called whenever a group is made, because a package imported in between may register an accelerator.
@@ -69,11 +69,11 @@ def know_devices() -> None:
             dist.Backend.default_device_backend_map.setdefault(kind, NAME)
 
 
-def take_over() -> None:
+def use_for_all_groups() -> None:
     """Make every new process group one of ours, whichever backend and address the script requests."""
     _replace(_HELPER, functools.partial(_new_group, True))
     for scheme in ("env", "tcp", "file"):
-        _rendezvous_handlers[scheme] = lambda url, **kwargs: rendezvous(_asked(url))
+        _rendezvous_handlers[scheme] = lambda url, **kwargs: rendezvous(_mpi_address(url))
 
 
 def _replace(name: str, ours: Callable[..., Any]) -> None:
@@ -95,78 +95,79 @@ def _replace(name: str, ours: Callable[..., Any]) -> None:
             setattr(module, name, function)
 
 
-def _init_process_group(original: Callable[..., None], **given: Any) -> None:
-    know_devices()
-    from_environment = (given.get("init_method") or "env://").startswith("env://")
-    if NAME in str(given.get("backend")) and from_environment and given.get("store") is None:
-        given["init_method"] = ADDRESS
-    original(**given)
+def _init_process_group(original: Callable[..., None], **arguments: Any) -> None:
+    register_devices()
+    from_environment = (arguments.get("init_method") or "env://").startswith("env://")
+    if NAME in str(arguments.get("backend")) and from_environment and arguments.get("store") is None:
+        arguments["init_method"] = ADDRESS
+    original(**arguments)
 
 
-def _meet_by_environment(original: Callable[..., Any], url: str, **kwargs: Any) -> Iterator[Any]:
+def _rendezvous_by_environment(original: Callable[..., Any], url: str, **kwargs: Any) -> Iterator[Any]:
     """Serve init_method env://: by MPI if MASTER_ADDR is not set, else by torch's own function, for other backends."""
     if os.environ.get("MASTER_ADDR"):
         yield from original(url, **kwargs)
     else:
-        yield from rendezvous(_asked(url))
+        yield from rendezvous(_mpi_address(url))
 
 
-def _asked(url: str) -> str:
+def _mpi_address(url: str) -> str:
     """Return our address, with the rank and world size from the query of another address."""
     return f"{ADDRESS}?{url.partition('?')[2]}"
 
 
-def _ours(group: Any) -> bool:
+def _is_ours(group: Any) -> bool:
     """Return True if the group is ours; for None, if the default group is."""
     return isinstance(c10d.GroupMember.WORLD if group is None else group, Base)
 
 
-def _monitored_barrier(original: Callable[..., None], **given: Any) -> None:
-    group, timeout = given.get("group"), given.get("timeout")
-    if not _ours(group):
-        return original(**given)
+def _monitored_barrier(original: Callable[..., None], **arguments: Any) -> None:
+    group, timeout = arguments.get("group"), arguments.get("timeout")
+    if not _is_ours(group):
+        return original(**arguments)
     if isinstance(timeout, (int, float)):
         timeout = timedelta(seconds=timeout)
     ours: Any = group or c10d._get_default_group()
-    return ours.monitored_barrier(timeout, given.get("wait_all_ranks", False))
+    return ours.monitored_barrier(timeout, arguments.get("wait_all_ranks", False))
 
 
 def _store_based_barrier(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    if not _ours(None):
+    if not _is_ours(None):
         original(*args, **kwargs)
 
 
-def _new_group(always: bool, original: Callable[..., Any], **given: Any) -> Any:
-    backend, size, inner = str(given["backend"]), given["group_size"], getattr(given["store"], "underlying_store", None)
-    if backend not in _SIMULATED and (always or _ours(None)):
-        given["backend"] = dist.Backend(NAME)
+def _new_group(always: bool, original: Callable[..., Any], **arguments: Any) -> Any:
+    backend, size = str(arguments["backend"]), arguments["group_size"]
+    inner = getattr(arguments["store"], "underlying_store", None)
+    if backend not in _SIMULATED and (always or _is_ours(None)):
+        arguments["backend"] = dist.Backend(NAME)
     elif NAME not in backend and size > 1 and isinstance(inner, NoStore):
         raise ValueError(
-            f'the ranks have no address for backend "{backend}"; say init_process_group("{NAME}"), set MASTER_ADDR and '
-            "MASTER_PORT, or start the script with python -m mpitrain.backend"
+            f'backend "{backend}" needs an address at which ranks meet; set MASTER_ADDR and MASTER_PORT, call '
+            f'init_process_group("{NAME}"), or start the script with python -m mpitrain.backend'
         )
     if size == -1:  # as for torch's own MPI backend
-        given["store"], given["group_rank"], given["group_size"] = next(rendezvous(ADDRESS))
-    return original(**given)
+        arguments["store"], arguments["group_rank"], arguments["group_size"] = next(rendezvous(ADDRESS))
+    return original(**arguments)
 
 
-def _split_group(original: Callable[..., Any], **given: Any) -> Any:
+def _split_group(original: Callable[..., Any], **arguments: Any) -> Any:
     """Return the new group that contains this rank; None if no list of `split_ranks` does.
 
     Only the members of each list take part in making its group.
     """
-    if not _ours(given.get("parent_pg")):
-        return original(**given)
-    split_ranks = given.get("split_ranks")
+    if not _is_ours(arguments.get("parent_pg")):
+        return original(**arguments)
+    split_ranks = arguments.get("split_ranks")
     if not split_ranks:
-        raise ValueError("split_group: split_ranks is empty; give a list of ranks for each group")
-    parent = given.get("parent_pg") or c10d._get_default_group()
+        raise ValueError("split_group: split_ranks is empty; pass a list of ranks for each group")
+    parent = arguments.get("parent_pg") or c10d._get_default_group()
     rank = c10d.get_rank(parent)
     mine = next((sorted(ranks) for ranks in split_ranks if rank in ranks), None)
     if mine is None:
         return None
     ranks = [c10d.get_global_rank(parent, r) for r in mine]
-    timeout, described = given.get("timeout"), given.get("group_desc")
+    timeout, described = arguments.get("timeout"), arguments.get("group_desc")
     return c10d.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc=described)
 
 
@@ -206,7 +207,7 @@ _LAUNCHERS = (
 )
 
 
-def publish(world: Communicator) -> None:
+def set_environment(world: Communicator) -> None:
     """Set RANK, WORLD_SIZE and the other variables of the table at the top of this module from MPI."""
     values = {
         "RANK": world.rank,
@@ -219,7 +220,7 @@ def publish(world: Communicator) -> None:
     os.environ.update({name: str(value) for name, value in values.items()})
 
 
-def announce() -> None:
+def set_environment_early() -> None:
     """Set RANK, WORLD_SIZE and LOCAL_RANK before the script reads them, without starting MPI if the launcher sets them.
 
     Raises:
@@ -230,7 +231,7 @@ def announce() -> None:
         first = os.environ.get("LOCAL_RANK", "0") == "0"
         report_errors(lambda error: (str(error) if first else "") if isinstance(error, InputError) else None)
         raise InputError(
-            "torchrun (or accelerate launch, which calls it) starts processes that MPI does not know; start the script "
+            "torchrun (or accelerate launch, which calls it) starts processes that are not MPI ranks; start the script "
             f"with mpirun or srun instead: mpirun -n N python -m mpitrain.backend {os.path.basename(sys.argv[0])}"
         )
     for names in _LAUNCHERS:
@@ -242,7 +243,7 @@ def announce() -> None:
     if multiprocessing.parent_process() is None and ("-m", "mpitrain.backend") not in pairwise(sys.orig_argv):
         from mpitrain.comm import init
 
-        publish(init(abort_on_error=False))
+        set_environment(init(abort_on_error=False))
 
 
 def register() -> None:
@@ -250,18 +251,18 @@ def register() -> None:
     if NAME in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
-    register_rendezvous_handler(NAME, meet)
+    register_rendezvous_handler(NAME, rendezvous_by_mpi)
     _replace("init_process_group", _init_process_group)
     _replace("monitored_barrier", _monitored_barrier)
     _replace("split_group", _split_group)
     c10d._store_based_barrier = functools.partial(_store_based_barrier, c10d._store_based_barrier)
     _replace(_HELPER, functools.partial(_new_group, False))
-    _rendezvous_handlers["env"] = functools.partial(_meet_by_environment, _rendezvous_handlers["env"])
-    know_devices()
-    announce()
+    _rendezvous_handlers["env"] = functools.partial(_rendezvous_by_environment, _rendezvous_handlers["env"])
+    register_devices()
+    set_environment_early()
 
 
-def meet(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+def rendezvous_by_mpi(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
     """Yield store, rank and world size for a rendezvous; the numbers are MPI's.
 
     Args:
@@ -270,19 +271,19 @@ def meet(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
     Raises:
         ArgumentError: The rank or world size of the caller differs from MPI's.
     """
-    from mpitrain.backend.process_group import place
+    from mpitrain.backend.process_group import get_registry
 
-    control = place().control
+    control = get_registry().control
     query = {name: int(value) for name, value in parse_qsl(urlsplit(url).query) if name in ("rank", "world_size")}
     for name, number in (("rank", control.rank), ("world_size", control.size)):
         if query.get(name, -1) not in (-1, number):
             control.process.faults.install()  # this rank may be the only one
             raise ArgumentError(
-                f"init_process_group was given {name} {query[name]}, but MPI says {number}; leave rank and world_size "
-                "to MPI, or start the script with as many ranks"
+                f"init_process_group got {name} {query[name]}, but in MPI it is {number}; omit rank and world_size, or "
+                "start the script with the number of ranks that it expects"
             )
-    publish(control)
-    yield place().store, control.rank, control.size
+    set_environment(control)
+    yield get_registry().store, control.rank, control.size
 
 
 def create(options: Any, _: Any = None) -> MPIProcessGroup:
@@ -296,23 +297,23 @@ def create(options: Any, _: Any = None) -> MPIProcessGroup:
     Raises:
         InputError: The ranks or the size disagree with MPI.
     """
-    from mpitrain.backend.process_group import MPIProcessGroup, place
+    from mpitrain.backend.process_group import MPIProcessGroup, get_registry
 
-    here = place()
+    here = get_registry()
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     if options.group_size > here.control.size:
         raise InputError(
-            f"the process group has {options.group_size} ranks, MPI has {here.control.size}; start the script with "
-            "mpirun or srun, and leave rank and world_size to MPI"
+            f"the process group has {options.group_size} ranks, but MPI has only {here.control.size}; start the "
+            "script with mpirun or srun, and omit rank and world_size"
         )
     if ranks[options.group_rank] != here.control.rank:
         raise InputError(
-            f"rank {ranks[options.group_rank]} was given to init_process_group, but MPI says {here.control.rank}; "
-            "leave rank and world_size to MPI"
+            f"init_process_group got rank {ranks[options.group_rank]}, but in MPI it is {here.control.rank}; omit rank "
+            "and world_size"
         )
     if not c10d.is_initialized():
         from mpitrain.comm import set_timeout
 
         here.control.process.faults.install()  # an error on one rank ends the job, so that the others do not hang
-        set_timeout(max(options.timeout.total_seconds(), _LEAST))
-    return MPIProcessGroup(here.take(ranks), options.group_id, options.store, options.timeout)
+        set_timeout(max(options.timeout.total_seconds(), _MIN_TIMEOUT))
+    return MPIProcessGroup(here.acquire(ranks), options.group_id, options.store, options.timeout)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from mpitrain.backend.base import GroupError, translation
+from mpitrain.backend.base import GroupError, translate_error
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import current_stream, is_accelerator, record_event
 from mpitrain.comm.runtime.work import Messages, QueuedOperation, StreamOrder, Streams, Worker
@@ -31,7 +31,7 @@ from mpitrain.errors import MpitrainError
 T = TypeVar("T")
 
 _POLLS = 200  # polls before sleeping between them
-_NAP = 5e-5  # seconds
+_SLEEP = 5e-5  # seconds
 
 
 class Queue(Worker):
@@ -39,7 +39,7 @@ class Queue(Worker):
 
     Attributes:
         limit: Seconds after which `wait` raises; None if only the watchdog ends operations that never complete.
-        given_up: Operations whose wait has timed out.
+        timed_out: Operations whose wait has timed out.
         streams: Side streams of devices on which operations run.
     """
 
@@ -52,7 +52,7 @@ class Queue(Worker):
         """
         super().__init__(comm.overlaps, comm.journal, comm.process.progress)
         self.limit = limit
-        self.given_up: list[QueuedOperation] = []
+        self.timed_out: list[QueuedOperation] = []
         self.streams: Streams = {}
 
     def perform(self, call: Callable[[], None]) -> None:
@@ -62,12 +62,12 @@ class Queue(Worker):
             try:
                 call()
             except MpitrainError as error:
-                raise translation(error) from error
+                raise translate_error(error) from error
 
     @property
     def stuck(self) -> str:
         """Names of operations that timed out and are still under way; a thread is inside MPI for them."""
-        return ", ".join(operation.name for operation in self.given_up if not operation.complete)
+        return ", ".join(operation.name for operation in self.timed_out if not operation.complete)
 
     def close(self) -> None:
         """Complete all operations. If one that timed out is still under way, leave all as they are."""
@@ -123,7 +123,7 @@ class FinishedWork(GroupWork):
 
     def get_future(self) -> torch.futures.Future:
         """Return a future that is resolved with the outputs."""
-        future = _future_for(self.outputs)
+        future = _make_future(self.outputs)
         future.set_result(self.outputs)
         return future
 
@@ -149,22 +149,22 @@ class Operation(GroupWork):
             arguments: All of its arguments; tensors may be in nested lists.
         """
         super().__init__(outputs)
-        tensors = _on_devices(arguments)  # the operation is ordered among the caller's work on their devices
+        tensors = _device_tensors(arguments)  # the operation is ordered among the caller's work on their devices
         self._queue, self._order = queue, StreamOrder(tensors, queue.streams) if tensors else None
         self._futures: list[torch.futures.Future] = []
-        self._change = threading.Lock()
+        self._lock = threading.Lock()
 
         def carry_out() -> None:
             try:
                 call()
             except BaseException as error:  # raised by wait() and by the futures
-                self.error = translation(error)
+                self.error = translate_error(error)
 
-        self._queued = QueuedOperation(name, carry_out, queue, self._order, self._announce)
+        self._queued = QueuedOperation(name, carry_out, queue, self._order, self._resolve_futures)
 
-    def _announce(self) -> None:
+    def _resolve_futures(self) -> None:
         """Resolve the requested futures after completion. Their callbacks run in this thread."""
-        with self._change:
+        with self._lock:
             waiting, self._futures = self._futures, []
         for future in waiting:
             self._resolve(future)
@@ -190,9 +190,9 @@ class Operation(GroupWork):
             else:
                 self._queue.start()
                 try:
-                    _poll(lambda: queued.complete, limit, queued.name, "does every rank call it?")
+                    _poll(lambda: queued.complete, limit, queued.name, "check that every rank calls it")
                 except GroupError:
-                    self._queue.given_up.append(queued)
+                    self._queue.timed_out.append(queued)
                     raise
         if self.error is not None:
             raise self.error
@@ -216,8 +216,8 @@ class Operation(GroupWork):
                 self._queue.finish(self._queued)
             else:
                 self._queue.start()
-        future = _future_for(self.outputs)
-        with self._change:
+        future = _make_future(self.outputs)
+        with self._lock:
             resolved = self._queued.complete
             if not resolved:
                 self._futures.append(future)
@@ -238,7 +238,7 @@ class MessageWork(GroupWork):
         outputs: Sequence[torch.Tensor],
         timeout: float,
         in_flight: set[MessageWork],
-        land: Callable[[], None] | None = None,
+        copy_back: Callable[[], None] | None = None,
     ) -> None:
         """Watch a message that is under way.
 
@@ -249,32 +249,32 @@ class MessageWork(GroupWork):
             timeout: Seconds that a wait may last.
             in_flight: Set that keeps this handle alive until completion, because MPI uses its memory even if the caller
                 drops the handle.
-            land: Function that copies the received data to their destination; None if there is nothing to copy.
+            copy_back: Function that copies the received data to their destination; None if there is nothing to copy.
         """
         super().__init__(outputs)
         self.name = name
-        self._work, self._timeout, self._land = work, timeout, land
+        self._work, self._timeout, self._copy_back = work, timeout, copy_back
         self._complete = False
-        self._change = threading.Lock()
-        self._landed: dict[torch.device, torch.Event] = {}
+        self._lock = threading.Lock()
+        self._copy_events: dict[torch.device, torch.Event] = {}
         self._in_flight = in_flight
         in_flight.add(self)
 
     def is_completed(self) -> bool:
         """Return True if the message is complete. The call also lets it make progress."""
-        with self._change:
+        with self._lock:
             if self._complete:
                 return True
             try:
                 arrived = self._work.done()
             except MpitrainError as error:
                 self._in_flight.discard(self)
-                raise translation(error) from error
+                raise translate_error(error) from error
             if arrived:
                 self._work.wait()  # returns at once, and orders this thread's stream, which copies the data, after it
-                if self._land is not None:
-                    self._land()
-                self._landed = {device: record_event(device) for device in devices_of(self.outputs)}
+                if self._copy_back is not None:
+                    self._copy_back()
+                self._copy_events = {device: record_event(device) for device in devices_of(self.outputs)}
                 self._complete = True
                 self._in_flight.discard(self)
         return self._complete
@@ -290,8 +290,13 @@ class MessageWork(GroupWork):
         """
         if not self.is_completed():
             with self._work.limited_wait():
-                _poll(self.is_completed, seconds_of(timeout, self._timeout), self.name, "is the other rank there?")
-        for device, event in self._landed.items():
+                _poll(
+                    self.is_completed,
+                    seconds_of(timeout, self._timeout),
+                    self.name,
+                    "check that the other rank calls its part",
+                )
+        for device, event in self._copy_events.items():
             current_stream(device).wait_event(event)
         return True
 
@@ -299,13 +304,13 @@ class MessageWork(GroupWork):
         """Return the rank in the group that sent the received message."""
         source = self._work.source
         if source is None:
-            raise GroupError(f"{self.name} is not complete yet; wait() first")
+            raise GroupError(f"{self.name} is not complete yet; call wait() first")
         return source
 
     _source_rank = source_rank
 
 
-class Several(GroupWork):
+class CoalescedWork(GroupWork):
     """Handle of operations that were issued as one."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
@@ -330,17 +335,17 @@ class Several(GroupWork):
         )
 
 
-def seconds_of(timeout: timedelta | None, otherwise: T) -> float | T:
+def seconds_of(timeout: timedelta | None, default: T) -> float | T:
     """Return a timeout in seconds, or a default if it is None or not positive.
 
     Args:
         timeout: Timeout of one call.
-        otherwise: Default, usually the group's timeout.
+        default: Default, usually the group's timeout.
     """
-    return timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else otherwise
+    return timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else default
 
 
-def comes_true(done: Callable[[], bool], deadline: float) -> bool:
+def poll_until(done: Callable[[], bool], deadline: float) -> bool:
     """Poll a condition; return True if it was true before the deadline.
 
     Args:
@@ -352,26 +357,26 @@ def comes_true(done: Callable[[], bool], deadline: float) -> bool:
         polls += 1
         if polls > _POLLS and time.monotonic() > deadline:
             return False
-        time.sleep(_NAP if polls > _POLLS else 0)
+        time.sleep(_SLEEP if polls > _POLLS else 0)
     return True
 
 
 def _poll(done: Callable[[], bool], seconds: float, name: str, hint: str) -> None:
-    if not comes_true(done, time.monotonic() + seconds):
+    if not poll_until(done, time.monotonic() + seconds):
         raise GroupError(f"{name}: timeout after {seconds:g} s; {hint}")
 
 
-def _future_for(outputs: Sequence[Any]) -> torch.futures.Future:
+def _make_future(outputs: Sequence[Any]) -> torch.futures.Future:
     devices: list[int | str | torch.device] = [*devices_of(outputs)]
     return torch.futures.Future(devices=devices) if devices else torch.futures.Future()
 
 
 def devices_of(tensors: Sequence[Any]) -> list[torch.device]:
     """Return the accelerators on which tensors lie."""
-    return sorted({t.device for t in _on_devices(tensors)}, key=str)
+    return sorted({t.device for t in _device_tensors(tensors)}, key=str)
 
 
-def _on_devices(values: Sequence[Any]) -> list[torch.Tensor]:
+def _device_tensors(values: Sequence[Any]) -> list[torch.Tensor]:
     """Return the tensors among the values that are not in host memory."""
     return [tensor for tensor in tensors_in(values) if not tensor.is_cpu and is_accelerator(tensor.device)]
 

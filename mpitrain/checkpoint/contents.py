@@ -233,11 +233,11 @@ def _damaged_places_in_file(
 ) -> Iterator[str]:
     scratch = memoryview(bytearray(HASHED))
     with opened(folder / name) as descriptor:
-        stretches = []
+        occupied = []
         for extent in extents:
-            stretches.append((extent.offset, extent.piece.numel * manifest.tensors[extent.piece.name].itemsize))
+            occupied.append((extent.offset, extent.piece.numel * manifest.tensors[extent.piece.name].itemsize))
             yield from check(folder, manifest, extent, descriptor, scratch)
-        crc, rest = 0, gaps(stretches, size)
+        crc, rest = 0, gaps(occupied, size)
         for lo, hi in rest:
             for first in range(lo, hi, HASHED):
                 block = scratch[: min(HASHED, hi - first)]

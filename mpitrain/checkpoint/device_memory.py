@@ -24,7 +24,7 @@ from mpitrain.storage.hdf5 import evenly
 _BUFFER = 8 << 20  # bytes
 _BUFFERS = 3  # buffers for saving
 _ALIGNMENT = 64  # bytes
-_Stretch = tuple[int, int, int, int]  # tensor number, bytes [first, last) of the tensor, offset in the buffer
+_Interval = tuple[int, int, int, int]  # tensor number, bytes [first, last) of the tensor, offset in the buffer
 
 
 def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, memoryview]]:
@@ -43,7 +43,7 @@ def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, mem
     stream = devices.new_stream(device)
     stream.wait_event(devices.record_event(device))
     free = [devices.empty_pinned((_BUFFER,), torch.uint8, device) for _ in range(min(_BUFFERS, len(loads)))]
-    coming: deque[tuple[list[_Stretch], torch.Tensor, torch.Event]] = deque()
+    coming: deque[tuple[list[_Interval], torch.Tensor, torch.Event]] = deque()
     waiting = iter(loads)
     while True:
         while free and (load := next(waiting, None)) is not None:
@@ -62,9 +62,9 @@ def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, mem
         free.append(buffer)
 
 
-def _pack(sizes: Sequence[int]) -> list[list[_Stretch]]:
-    """Divide tensors of these sizes in bytes into stretches, and pack the stretches into buffers."""
-    loads: list[list[_Stretch]] = []
+def _pack(sizes: Sequence[int]) -> list[list[_Interval]]:
+    """Divide tensors of these sizes in bytes into intervals, and pack the intervals into buffers."""
+    loads: list[list[_Interval]] = []
     end = _BUFFER
     for number, size in enumerate(sizes):
         first = 0
@@ -99,16 +99,16 @@ class DeviceBytes:
         self.stream, self._bytes = stream, tensor.detach().view(torch.uint8)
 
     def put(self, block: np.ndarray, firsts: np.ndarray, places: np.ndarray, lengths: np.ndarray) -> None:
-        """Start copying stretches of a block to their places in the tensor.
+        """Start copying intervals of a block to their places in the tensor.
 
-        Several stretches are copied as one block to the device and distributed there. Pinned memory of the block must
+        Several intervals are copied as one block to the device and distributed there. Pinned memory of the block must
         not change until the copies have finished.
 
         Args:
             block: Bytes of the block, on the host.
-            firsts: First byte of each stretch in the block.
-            places: First byte of each stretch in the tensor.
-            lengths: Bytes of each stretch.
+            firsts: First byte of each interval in the block.
+            places: First byte of each interval in the tensor.
+            lengths: Bytes of each interval.
         """
         begin, end = int(firsts.min()), int((firsts + lengths).max())
         source = torch.from_numpy(block[begin:end])

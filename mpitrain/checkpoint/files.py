@@ -125,15 +125,15 @@ def make_structure(places: Sequence[PlannedPiece]) -> Structure:
     return Structure(image, tuple(offsets), crc)
 
 
-def gaps(stretches: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    """Return the ranges [lo, hi) of a file that no stretch covers.
+def gaps(occupied: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """Return the ranges [lo, hi) of a file that are not occupied.
 
     Args:
-        stretches: Offset and length of each stretch in bytes.
+        occupied: Offset and length of each occupied range in bytes.
         size: Size of the file in bytes.
     """
     ranges, end = [], 0
-    for offset, nbytes in sorted(s for s in stretches if s[1]):
+    for offset, nbytes in sorted(s for s in occupied if s[1]):
         if offset > end:
             ranges.append((end, offset))
         end = max(end, offset + nbytes)
@@ -204,8 +204,8 @@ class _FileWriter:
         end = offset + len(data)
         if end - self._begun >= _WRITTEN:
             if _sync_file_range is not None:  # only a hint to the kernel
-                stretch = ctypes.c_int64(self._begun), ctypes.c_int64(end - self._begun)
-                _sync_file_range(self._descriptor, *stretch, _WRITE)
+                written = ctypes.c_int64(self._begun), ctypes.c_int64(end - self._begun)
+                _sync_file_range(self._descriptor, *written, _WRITE)
             self._begun = end
 
 

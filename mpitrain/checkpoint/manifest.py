@@ -12,7 +12,7 @@ bytes outside the tensors. The HDF5 structure is for people and tools; restoring
 checkpoint only if its manifest is whole and its files have the listed sizes.
 
 A payload with a correct hash may still be invalid or malicious, so every type, range and name is validated before use.
-File names are plain names; a tensor is not larger than the stretches of files that hold it; and these lie within their
+File names are plain names; a tensor is not larger than the ranges of files that hold it; and these lie within their
 files, whose sizes are compared with those on disk before anything is read.
 """
 

@@ -31,7 +31,7 @@ import numpy as np
 from mpitrain.checkpoint.files import Part, bytes_of
 from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, TensorSpec, distinct
 from mpitrain.errors import CheckpointError
-from mpitrain.layout.boxes import Piece, stretches
+from mpitrain.layout.boxes import Piece, common_intervals
 from mpitrain.storage.disk import opened
 from mpitrain.storage.hdf5 import crc32, evenly, read_at
 
@@ -41,22 +41,22 @@ if TYPE_CHECKING:
     from mpitrain.comm.communicator import Alternating
 
 THREADS = 4
-BlockStretches = tuple[
+BlockIntervals = tuple[
     int, tuple[np.ndarray, np.ndarray, np.ndarray]
 ]  # block number; firsts, places and lengths of a `Use`
-# intersection of two pieces: places in the target and lengths in elements, and the stretches in bytes by block
-Overlap = tuple[np.ndarray, np.ndarray, list[BlockStretches]]
+# intersection of two pieces: places in the target and lengths in elements, and the intervals in bytes by block
+Overlap = tuple[np.ndarray, np.ndarray, list[BlockIntervals]]
 
 
 @dataclass(frozen=True)
 class Use:
-    """Stretches of a block's bytes that are copied into the memory of a part.
+    """Intervals of a block's bytes that are copied into the memory of a part.
 
     Attributes:
         memory: Bytes of the part, on the host or on a device.
-        firsts: First byte of each stretch in the block.
-        places: First byte of each stretch in the memory.
-        lengths: Bytes of each stretch.
+        firsts: First byte of each interval in the block.
+        places: First byte of each interval in the memory.
+        lengths: Bytes of each interval.
     """
 
     memory: np.ndarray | DeviceBytes
@@ -65,7 +65,7 @@ class Use:
     lengths: np.ndarray
 
     def copy(self, block: np.ndarray) -> None:
-        """Copy the stretches out of the block's bytes; for memory on a device, only start the copy."""
+        """Copy the intervals out of the block's bytes; for memory on a device, only start the copy."""
         if not isinstance(self.memory, np.ndarray):
             self.memory.put(block, self.firsts, self.places, self.lengths)
             return
@@ -136,18 +136,18 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
             saved = extent.piece
             key = (saved.box, saved.lo, saved.hi, requested.box, requested.lo, requested.hi, item)
             if key not in overlaps:
-                sources, targets, lengths = stretches(saved, requested)
+                sources, targets, lengths = common_intervals(saved, requested)
                 cut = _split_at_blocks(sources * item, targets * item, lengths * item) if len(lengths) else ()
                 overlaps[key] = targets, lengths, list(cut)
             targets, lengths, by_block = overlaps[key]
             if not len(lengths):
                 continue
             filled.append((targets, lengths))
-            for number, stretches_of in by_block:
+            for number, intervals in by_block:
                 place = (extent.file, extent.offset, number)
                 if place not in blocks:
                     blocks[place] = _block_of(manifest, extent, number)
-                blocks[place].uses.append(Use(memory, *stretches_of))
+                blocks[place].uses.append(Use(memory, *intervals))
         count = union(*(np.concatenate(a) for a in zip(*filled, strict=True))) if filled else 0
         if count != part.piece.numel:
             raise CheckpointError(
@@ -180,8 +180,8 @@ def wait_for_copies(blocks: Iterable[Block]) -> None:
         copy_stream.stream.synchronize()
 
 
-def _split_at_blocks(sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> Iterator[BlockStretches]:
-    """Yield stretches of an extent's bytes, cut at the boundaries of its blocks."""
+def _split_at_blocks(sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> Iterator[BlockIntervals]:
+    """Yield intervals of an extent's bytes, cut at the boundaries of its blocks."""
     begin, last = sources // HASHED, (sources + lengths - 1) // HASHED
     counts = last - begin + 1
     of = np.repeat(np.arange(len(sources)), counts)
@@ -317,11 +317,11 @@ def read_exactly(descriptor: int, into: memoryview, offset: int, path: Path) -> 
 
 
 def union(firsts: np.ndarray, lengths: np.ndarray) -> int:
-    """Return the number of elements that lie in any of these stretches.
+    """Return the number of elements that lie in any of these intervals.
 
     Args:
-        firsts: First element of each stretch, shape (n,).
-        lengths: Number of elements of each stretch, shape (n,).
+        firsts: First element of each interval, shape (n,).
+        lengths: Number of elements of each interval, shape (n,).
     """
     order = np.argsort(firsts, kind="stable")
     lo = firsts[order]

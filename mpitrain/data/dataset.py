@@ -192,9 +192,9 @@ class Dataset(ABC):
             return out
         start = 0  # first of several neighbouring samples, which are read in one go
         for end in [*(np.flatnonzero(np.diff(ordered) != 1) + 1).tolist(), len(ordered)]:
-            stretch = np.empty(((end - start - 1) * step + length, *spec.shape), spec.stored)
-            self._reader.read_into(number, int(ordered[start]) * step, stretch)
-            windows = np.lib.stride_tricks.sliding_window_view(stretch, length, 0)[::step]
+            rows = np.empty(((end - start - 1) * step + length, *spec.shape), spec.stored)
+            self._reader.read_into(number, int(ordered[start]) * step, rows)
+            windows = np.lib.stride_tricks.sliding_window_view(rows, length, 0)[::step]
             out[places[start:end]] = np.moveaxis(windows, -1, 1)
             start = end
         return out

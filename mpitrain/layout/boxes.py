@@ -8,10 +8,10 @@ tensor: the whole tensor, or the part that a rank has if axes of the mesh divide
 
     tensor [4, 6], box = columns 2 to 4:   . . 0 1 . .      the numbers are the box's own order of elements;
                                            . . 2 3 . .      its piece [3, 6) consists of
-                                           . . 4 5 . .      elements 3, 4 and 5: two contiguous stretches
+                                           . . 4 5 . .      elements 3, 4 and 5: two contiguous intervals
                                            . . 6 7 . .      in rows 1 and 2 of the tensor
 
-`stretches` finds the elements that two pieces share, so a piece written in one layout can be read in any other.
+`common_intervals` finds the elements that two pieces share, so a piece written in one layout can be read in any other.
 """
 
 from __future__ import annotations
@@ -168,10 +168,10 @@ class Piece:
         return self.hi - self.lo
 
     def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the stretches of the piece that are contiguous in the tensor.
+        """Return the intervals of the piece that are contiguous in the tensor.
 
         Returns:
-            Three int64 arrays with one entry per stretch: its first element in the tensor, its length, and its first
+            Three int64 arrays with one entry per interval: its first element in the tensor, its length, and its first
             element in the piece.
         """
         if self.hi <= self.lo:
@@ -193,15 +193,15 @@ class Piece:
         return starts, length, first - self.lo
 
 
-def stretches(source: Piece, target: Piece) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the elements that two pieces of one tensor have in common, as the longest stretches contiguous in both.
+def common_intervals(source: Piece, target: Piece) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the elements that two pieces of one tensor have in common, as the longest intervals contiguous in both.
 
     Args:
         source: Piece from which elements are copied.
         target: Piece of the same tensor into which they are copied.
 
     Returns:
-        Three int64 arrays with one entry per stretch, in ascending order: its first element in the source, its first
+        Three int64 arrays with one entry per interval, in ascending order: its first element in the source, its first
         element in the target, and its length.
     """
     a_starts, a_lengths, a_places = source.runs()

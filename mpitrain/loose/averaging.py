@@ -129,7 +129,7 @@ class FlatSlice:
 
     Attributes:
         length: Number of elements of each rank's slice; elements after the last tensor are zeros.
-        stretches: Tuples (tensor number, first, last, place): elements [first, last) of the tensor start at `place` of
+        intervals: Tuples (tensor number, first, last, place): elements [first, last) of the tensor start at `place` of
             the slice.
     """
 
@@ -138,11 +138,11 @@ class FlatSlice:
         total = sum(t.numel() for t in self._tensors)
         ranks, rank = (self._holders.size, self._holders.rank) if self._holders is not None else (1, 0)
         self.length = -(-total // (ranks * _MULTIPLE)) * _MULTIPLE
-        self.stretches = list(self._within(rank * self.length, (rank + 1) * self.length))
+        self.intervals = list(self._within(rank * self.length, (rank + 1) * self.length))
         self._everything = list(self._within(0, ranks * self.length))
 
     def _within(self, lo: int, hi: int) -> Iterable[tuple[int, int, int, int]]:
-        """Yield the parts of tensors in elements [lo, hi) of the whole, as in `stretches`, with places from lo."""
+        """Yield the parts of tensors in elements [lo, hi) of the whole, as in `intervals`, with places from lo."""
         begin = 0
         for number, tensor in enumerate(self._tensors):
             first, last = max(lo, begin), min(hi, begin + tensor.numel())
@@ -158,7 +158,7 @@ class FlatSlice:
     def read(self) -> torch.Tensor:
         """Return a copy of the slice's present values."""
         values = self.empty()
-        for number, first, last, place in self.stretches:
+        for number, first, last, place in self.intervals:
             tensor = self._tensors[number].detach().contiguous().view(-1)
             values[place : place + last - first].copy_(tensor[first:last])
         return values
@@ -170,11 +170,11 @@ class FlatSlice:
         Args:
             values: Values of this rank's slice, `length` elements.
         """
-        whole, stretches = values, self.stretches
+        whole, intervals = values, self.intervals
         if self._holders is not None:
-            whole, stretches = values.new_empty(self._holders.size * self.length), self._everything
+            whole, intervals = values.new_empty(self._holders.size * self.length), self._everything
             self._holders.all_gather(whole, values)
-        for number, first, last, place in stretches:
+        for number, first, last, place in intervals:
             tensor = self._tensors[number].detach()
             dense = tensor if tensor.is_contiguous() else tensor.contiguous()
             dense.view(-1)[first:last].copy_(whole[place : place + last - first])

@@ -2,7 +2,7 @@
 
 All trained parameters have one flat layout, in buckets of equal shares, one share for each server. A worker has all of
 them in an arena. Servers of its node map that arena, read gradients there and write parameters there, so each element
-is copied once and no message carries it. A server on another node exchanges the same stretches as messages.
+is copied once and no message carries it. A server on another node exchanges the same shares as messages.
 
     worker   | bucket 0: share 0 | share 1 | bucket 1: share 0 | share 1 |      parameters; gradients too
     server 0 | share 0 of bucket 0 | share 0 of bucket 1 |
@@ -23,8 +23,8 @@ from torch import nn
 from mpitrain.comm import Arena, Communicator, Work
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.settings import Config
-from mpitrain.shard.flat import FlatGroup, flat_groups, members, numbered, units_of
-from mpitrain.shard.flat_parameters import FlatParameter, refuse_unless_elementwise, sharded_flat_parameters
+from mpitrain.shard.flat import FlatGroup, bucket_indices, flat_groups, members, units_of
+from mpitrain.shard.flat_parameters import FlatParameter, check_elementwise, sharded_flat_parameters
 from mpitrain.shard.gradients import BucketReduction, Gradients, WholeGradients
 from mpitrain.shard.parameters import Parameters, move_into, move_out
 from mpitrain.shard.placement import STAGES
@@ -74,7 +74,7 @@ class SharedFlats:
 
     def __init__(self, groups: Sequence[FlatGroup], world: Communicator) -> None:
         self.groups, self._world = groups, world
-        self.buckets = numbered(groups)
+        self.buckets = bucket_indices(groups)
         self.parameters, self.gradients = ([world.arena(g.layout.numel, g.dtype) for g in groups] for _ in range(2))
 
     def sees(self, rank: int) -> bool:
@@ -154,7 +154,7 @@ class OwnShares:
             for group, of in zip(groups, self._whole, strict=True)
         ]
         self._flats = [torch.zeros(n, dtype=dtype) for n, dtype in zip(lengths, dtypes, strict=True)]
-        self._buckets = numbered(groups)
+        self._buckets = bucket_indices(groups)
 
     def between(self, group: int, lo: int, hi: int) -> torch.Tensor:
         """Return a view of elements [lo, hi) of a group's layout, which must be in one of the shares.
@@ -223,12 +223,12 @@ class PulledParameters(Parameters):
             bounds = slice(*self._groups[g].layout.bounds[b : b + 2])
             far[bounds].copy_(self._flats.parameters[g].tensor[bounds])
 
-    def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
+    def local_view(self, group: int, lo: int, hi: int) -> torch.Tensor:
         assert self._published is not None
         return self._published.between(group, lo, hi)
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def unshard_all(self) -> Iterator[None]:
         """Make all parameters readable inside the context: the values that this worker pulled last."""
         self.need(range(len(self._flats.buckets)))
         yield
@@ -342,12 +342,12 @@ class ServedSharding(Sharding):
         return PushedGradients(self.groups, self.flats, self.world)
 
     def _flat_parameters(self, is_owner: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
-        refuse_unless_elementwise(self.optimizer)  # on all ranks
+        check_elementwise(self.optimizer)  # on all ranks
         if self.share is None:
             return []
         kinds = [g.dtype if g.dtype.itemsize >= 4 else torch.float32 for g in self.groups]
         self.sums = OwnShares(self.groups, self.share, kinds, self._in_place(self.flats.gradients, kinds))
-        share_of, gradient = self.parameters.own, self.sums.between
+        share_of, gradient = self.parameters.local_view, self.sums.between
         return sharded_flat_parameters(self.optimizer, self.groups, self.share, share_of, gradient, is_owner)
 
     def _in_place(self, arenas: Sequence[Arena], kinds: Sequence[torch.dtype]) -> list[torch.Tensor | None]:
@@ -378,7 +378,7 @@ class ShareUpdate:
     """Optimizer of a server's shares.
 
     Args:
-        sharding: Sharding whose flat parameters are the server's shares, each a stretch of one bucket
+        sharding: Sharding whose flat parameters are the server's shares, each an interval of one bucket
             (`FlatParameter.bucket`).
         sums: Sums of the gradients; the flat parameters' gradients are views of them.
         published: Parameters that workers pull.
@@ -425,10 +425,10 @@ class ShareUpdate:
             factor: Factor for the summed gradients.
             unused: Parameters that stay unchanged; default none.
         """
-        self._sharding.set_apart(unused)
+        self._sharding.separate_unused(unused)
         every, bucket_of = self._sharding.flat_parameters, attrgetter("bucket")  # they are in the order of the buckets
         bounds = [(bisect_left(every, n, key=bucket_of), bisect_right(every, n, key=bucket_of)) for n in buckets]
-        chosen = [s for lo, hi in bounds for s in every[lo:hi] if not s.unused(unused)]
+        chosen = [s for lo, hi in bounds for s in every[lo:hi] if not s.is_unused(unused)]
         if not chosen:
             return
         optimizer = self._sharding.optimizer

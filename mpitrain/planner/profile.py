@@ -28,7 +28,7 @@ from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.measured import MeasuringFailed, Timed, Workers
 from mpitrain.planner.subject import Cut, Subject
 from mpitrain.shard.flat import blocks_of
-from mpitrain.shard.in_place import LEAST
+from mpitrain.shard.in_place import MIN_ELEMENTS
 
 _EXACT = 4  # samples up to which passes are made; sizes for more samples are extrapolated linearly
 _POINTS = (2, _EXACT)  # samples of the passes that the straight line goes through; without measuring, the only passes
@@ -142,8 +142,8 @@ class BlockProfile(ModelProfile):
             if key not in once:
                 # the first gradient of a small weight is copied into flat memory, others are computed there
                 # (`shard.in_place`)
-                copied = [CountedOperation("copy_", 0.0, 2.0 * n * itemsize) for n in trained if n < LEAST]
-                more = sum(n * itemsize * (1 if n < LEAST else 3) for n in trained)
+                copied = [CountedOperation("copy_", 0.0, 2.0 * n * itemsize) for n in trained if n < MIN_ELEMENTS]
+                more = sum(n * itemsize * (1 if n < MIN_ELEMENTS else 3) for n in trained)
                 passes = each.forward, (*each.backward, *copied)
                 forward, backward = (counted.seconds(one, machine, precision, threads) for one in passes)
                 once[key] = Timed(forward, backward, counted.moving(more, machine, threads))

@@ -60,7 +60,7 @@ class DistributedDataParallel(nn.Module):
         self._names = {p: name for name, p in module.named_parameters()}
         self.reducer = self._make_reducer(in_backward_order(module))
         self._rebuilt = not self._reduction.overlaps  # the order matters only if communication overlaps backward
-        self._joining: Joining | None = None
+        self._join_state: JoinState | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module if this class has none of that name."""
@@ -79,8 +79,8 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training and self.reducer.enabled and torch.is_grad_enabled():
-            if self._joining is not None:
-                self._joining.meet(training=True)
+            if self._join_state is not None:
+                self._join_state.exchange(training=True)
             self._before_forward()
         return self.module(*args, **kwargs)
 
@@ -88,10 +88,10 @@ class DistributedDataParallel(nn.Module):
         """Rebuild the buckets if due, and broadcast buffers, before a forward pass in training. Collective."""
         if self.reducer.passes and not self._rebuilt:
             self._rebuild()
-        if self._joining is not None:
-            self.reducer.factor = self._joining.factor
+        if self._join_state is not None:
+            self.reducer.factor = self._join_state.factor
         if self.broadcast_buffers and self.comm.size > 1:
-            source = self._joining.source if self._joining is not None else 0
+            source = self._join_state.source if self._join_state is not None else 0
             for buffer in self.module.buffers():
                 self.comm.broadcast(buffer, source)
 
@@ -107,7 +107,7 @@ class DistributedDataParallel(nn.Module):
         old = self.reducer
         old.close()
         self.reducer = self._make_reducer([parameters[n] for n in order if parameters[n].requires_grad])
-        self.reducer.take_over(old)
+        self.reducer.replace(old)
         if self._reduction.compression is not None:
             self._reduction.compression.reset()
 
@@ -133,16 +133,16 @@ class DistributedDataParallel(nn.Module):
         if not enable or self.comm.size == 1:
             yield
             return
-        self._joining = Joining(self.comm, divide_by_initial_world_size)
+        self._join_state = JoinState(self.comm, divide_by_initial_world_size)
         try:
             yield
-            while self._joining.meet(training=False):  # steps of the other ranks, while this rank has no batch
+            while self._join_state.exchange(training=False):  # steps of the other ranks, while this rank has no batch
                 self._before_forward()
                 self.reducer.gradients.zero()
                 self.reducer.finish()
-            broadcast_state(self.module, self.comm, self._joining.source)
+            broadcast_state(self.module, self.comm, self._join_state.source)
         finally:
-            self._joining, self.reducer.factor = None, 1.0
+            self._join_state, self.reducer.factor = None, 1.0
 
 
 def broadcast_state(module: nn.Module, comm: Communicator, root: int = 0) -> None:
@@ -176,7 +176,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], comm: Communicator, root:
 # (see `DistributedDataParallel.join`, as in torch)
 
 
-class Joining:
+class JoinState:
     """Coordination of ranks with unequal numbers of batches: before each step they exchange whether they have one.
 
     Args:
@@ -194,7 +194,7 @@ class Joining:
         self.source = 0
         self.factor = 1.0
 
-    def meet(self, training: bool) -> bool:
+    def exchange(self, training: bool) -> bool:
         """Exchange whether each rank has a batch, and return whether any rank has one. Collective."""
         self._comm.all_gather(self._training, np.array([training], dtype=np.uint8))
         count = int(self._training.sum())

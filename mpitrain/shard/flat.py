@@ -108,7 +108,7 @@ def flat_groups(
     return groups
 
 
-def numbered(groups: Sequence[FlatGroup]) -> list[tuple[int, int]]:
+def bucket_indices(groups: Sequence[FlatGroup]) -> list[tuple[int, int]]:
     """Return (number of the group, number of the bucket in the group) for every bucket, in the order of the groups."""
     return [(g, b) for g, group in enumerate(groups) for b in range(group.layout.buckets)]
 
@@ -121,7 +121,7 @@ def by_dtype(parameters: Iterable[T]) -> list[list[T]]:
     return list(groups.values())
 
 
-def adopt(parameter: nn.Parameter, view: torch.Tensor) -> None:
+def move_gradient(parameter: nn.Parameter, view: torch.Tensor) -> None:
     """Copy a parameter's gradient into `view` and make `view` its `.grad`; without a gradient, fill `view` with zeros.
 
     Nothing is copied if `.grad` is already at that address.

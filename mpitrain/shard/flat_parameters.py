@@ -1,7 +1,7 @@
 """Flat parameters: the tensors that this rank's optimizer updates in place of the model's parameters.
 
 With replicated optimizer states, a flat parameter is a parameter of the model. With sharded states, it is a contiguous
-stretch of this rank's share of a bucket, in which all parameters have the same optimizer settings (Zhao et al. 2023,
+interval of this rank's share of a bucket, in which all parameters have the same optimizer settings (Zhao et al. 2023,
 PyTorch FSDP, section 3.2.1). The gaps between parameters in it are zeros and remain zeros. In 16-bit training the
 optimizer works on an fp32 copy (the master weights of Micikevicius et al. 2018), which is rounded into the parameters
 after each update.
@@ -20,7 +20,7 @@ from torch import nn
 
 from mpitrain.comm.memory.device import empty_pinned, is_accelerator
 from mpitrain.errors import refusal
-from mpitrain.shard.flat import FlatGroup, numbered
+from mpitrain.shard.flat import FlatGroup, bucket_indices
 
 # optimizers whose update of an element depends only on that element, so that each share can be updated alone
 _NAMES = "ASGD Adadelta Adagrad Adam Adamax AdamW NAdam RAdam RMSprop Rprop SGD"
@@ -34,13 +34,13 @@ class FlatParameter:
 
     Attributes:
         value: Tensor that the optimizer updates, fp32 (fp64 if the parameter is fp64).
-        stored: Parameter, or stretch of flat memory, that `value` is a copy of; None if `value` is that memory itself.
+        stored: Parameter, or interval of flat memory, that `value` is a copy of; None if `value` is that memory itself.
         gradient: Function that returns the reduced gradient in the gradients' dtype, or None if there is no gradient.
         contents: Tuple (parameter, first, last, offset) for every parameter: elements [first, last) of the parameter
             begin at `offset` of the flat parameter.
         settings: Number of the optimizer's parameter group.
         is_owner: True if this rank owns the contents: it adds the gradient to its part of the norm.
-        bucket: Number of the bucket that contains the stretch, counted through all groups; -1 if the flat parameter is
+        bucket: Number of the bucket that contains the interval, counted through all groups; -1 if the flat parameter is
             a parameter of the model.
     """
 
@@ -57,7 +57,7 @@ class FlatParameter:
         if self.stored is not None:
             self.stored.copy_(self.value)
 
-    def unused(self, parameters: Set[nn.Parameter]) -> bool:
+    def is_unused(self, parameters: Set[nn.Parameter]) -> bool:
         """Return True if its parameters are among the given ones, which must include all or none of them."""
         return self.contents[0][0] in parameters
 
@@ -80,7 +80,7 @@ class FlatParameter:
                 self,
                 value=nn.Parameter(value[lo:hi]),
                 stored=self.stored[lo:hi] if self.stored is not None else None,
-                gradient=_giving(gradient[lo:hi]),
+                gradient=_constant(gradient[lo:hi]),
                 contents=tuple((p, first, last, at - lo) for p, first, last, at in self.contents[n:end]),
             )
             pieces.append((piece, slice(lo, hi)))
@@ -99,7 +99,7 @@ def replicated_flat_parameters(
         on_host: If true, the optimizer works on copies in host memory of parameters that are on a device.
     """
     return [
-        _made(p, partial(gradient, p), ((p, 0, p.numel(), 0),), number, is_owner(p), on_host=on_host)
+        _make_flat_parameter(p, partial(gradient, p), ((p, 0, p.numel(), 0),), number, is_owner(p), on_host=on_host)
         for number, settings in enumerate(optimizer.param_groups)
         for p in settings["params"]
         if p.requires_grad
@@ -110,7 +110,7 @@ def sharded_flat_parameters(
     optimizer: torch.optim.Optimizer,
     groups: Sequence[FlatGroup],
     share: int,
-    own: Callable[[int, int, int], torch.Tensor],
+    parameter_view: Callable[[int, int, int], torch.Tensor],
     gradient: Callable[[int, int, int], torch.Tensor],
     is_owner: Callable[[nn.Parameter], bool],
     *,
@@ -123,7 +123,8 @@ def sharded_flat_parameters(
         optimizer: Optimizer of the parameters.
         groups: Parameters and their places in flat memory.
         share: Number of the share, the same in each bucket.
-        own: Function `own(group, lo, hi)` that returns elements [lo, hi) of a group's parameters as a view.
+        parameter_view: Function `parameter_view(group, lo, hi)` that returns elements [lo, hi) of a group's parameters
+            as a view.
         gradient: Function `gradient(group, lo, hi)` that returns elements [lo, hi) of a group's reduced gradients as a
             view.
         is_owner: Function that returns whether this rank adds a parameter's gradient to its part of the norm.
@@ -133,27 +134,31 @@ def sharded_flat_parameters(
     Raises:
         InputError: The optimizer is not known to update each element independently of the others.
     """
-    refuse_unless_elementwise(optimizer, gathered=gathered)
+    check_elementwise(optimizer, gathered=gathered)
     settings_of = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     flat_parameters = []
-    for bucket, (g, b) in enumerate(numbered(groups)):
+    for bucket, (g, b) in enumerate(bucket_indices(groups)):
         first, last = groups[g].layout.share(b, share)
-        for lo, hi, number, owned, contents in _stretches(groups[g], first, last, settings_of, is_owner):
+        for lo, hi, number, owned, contents in _intervals(groups[g], first, last, settings_of, is_owner):
             if number < 0:  # the optimizer does not have these parameters
                 continue
-            giving = _giving(gradient(g, lo, hi))
-            flat_parameters.append(_made(own(g, lo, hi), giving, contents, number, owned, bucket, on_host=on_host))
+            gradient_view = _constant(gradient(g, lo, hi))
+            flat_parameters.append(
+                _make_flat_parameter(
+                    parameter_view(g, lo, hi), gradient_view, contents, number, owned, bucket, on_host=on_host
+                )
+            )
     return flat_parameters
 
 
-def _giving(view: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _constant(view: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: view
 
 
-def _made(
+def _make_flat_parameter(
     stored: torch.Tensor, gradient: Callable[[], torch.Tensor | None], *rest: Any, on_host: bool
 ) -> FlatParameter:
-    """Return a flat parameter of a parameter or stretch of flat memory, with a copy for the optimizer if needed."""
+    """Return a flat parameter of a parameter or interval of flat memory, with a copy for the optimizer if needed."""
     dtype = stored.dtype if stored.element_size() >= 4 else torch.float32
     if on_host and is_accelerator(stored.device):
         values = empty_pinned(stored.shape, dtype, stored.device).copy_(stored.detach())
@@ -164,29 +169,29 @@ def _made(
     return FlatParameter(value, None, gradient, *rest)
 
 
-def _stretches(
+def _intervals(
     group: FlatGroup,
     lo: int,
     hi: int,
     settings_of: Mapping[nn.Parameter, int],
     is_owner: Callable[[nn.Parameter], bool],
 ) -> list[tuple[int, int, int, bool, tuple[tuple[nn.Parameter, int, int, int], ...]]]:
-    """Divide [lo, hi) where the settings change; return (first, last, settings, owned, contents) for each stretch."""
-    stretches: list[tuple[int, int, int, bool, tuple[tuple[nn.Parameter, int, int, int], ...]]] = []
+    """Divide [lo, hi) where the settings change; return (first, last, settings, owned, contents) of each part."""
+    intervals: list[tuple[int, int, int, bool, tuple[tuple[nn.Parameter, int, int, int], ...]]] = []
     pieces = group.layout.within(lo, hi)
     for at, (n, first, last, offset) in enumerate(pieces):
         parameter = group.parameters[n]
         end = pieces[at + 1][3] if at + 1 < len(pieces) else hi
         key = (settings_of.get(parameter, -1), is_owner(parameter))
-        if stretches and stretches[-1][2:4] == key:
-            begin, _, _, _, contents = stretches.pop()
+        if intervals and intervals[-1][2:4] == key:
+            begin, _, _, _, contents = intervals.pop()
         else:
             begin, contents = (lo if at == 0 else offset), ()
-        stretches.append((begin, end, *key, (*contents, (parameter, first, last, offset - begin))))
-    return stretches
+        intervals.append((begin, end, *key, (*contents, (parameter, first, last, offset - begin))))
+    return intervals
 
 
-def refuse_unless_elementwise(
+def check_elementwise(
     optimizer: torch.optim.Optimizer, *, gathered: bool = False, otherwise: str = "parallel.zero 0"
 ) -> None:
     """Raise InputError if an optimizer is not known to update each element independently of the others.
@@ -200,17 +205,17 @@ def refuse_unless_elementwise(
         kind, needs_whole = type(part), getattr(part, "needs_whole", False)
         if needs_whole and not gathered:
             raise refusal(
-                f"{kind.__name__} needs whole parameters, and servers have stretches of them; use another optim.name, "
+                f"{kind.__name__} needs whole parameters, but servers have slices of them; use another optim.name, "
                 "or another parallel.mode"
             )
         if not (needs_whole or kind in ELEMENTWISE or getattr(part, "elementwise", False)):
             raise refusal(
-                f"{kind.__name__} cannot be sharded: it is not known to update each element by itself; use "
-                f"adamw or another element-wise optimizer, {otherwise}, or say `optimizer.elementwise = True`"
+                f"{kind.__name__} cannot be sharded: it is not known to update each element independently; use "
+                f"adamw or another element-wise optimizer, or {otherwise}, or set `optimizer.elementwise = True`"
             )
 
 
-def hand_over(optimizer: torch.optim.Optimizer, flat_parameters: Sequence[FlatParameter]) -> None:
+def replace_parameters(optimizer: torch.optim.Optimizer, flat_parameters: Sequence[FlatParameter]) -> None:
     """Let the optimizer update the flat parameters in place of the parameters that it was constructed with.
 
     Args:
@@ -222,11 +227,11 @@ def hand_over(optimizer: torch.optim.Optimizer, flat_parameters: Sequence[FlatPa
     """
     if has_stepped(optimizer):
         raise refusal(
-            "the optimizer has a state already; hand it over before its first step, and load a checkpoint after"
+            "the optimizer already has state from a step; pass it before its first step, and load a checkpoint later"
         )
     for number, settings in enumerate(optimizer.param_groups):
         settings["params"] = [s.value for s in flat_parameters if s.settings == number]
-    begin_states(optimizer)
+    init_states(optimizer)
 
 
 def is_elementwise(state: Any, value: torch.Tensor) -> bool:
@@ -244,7 +249,7 @@ def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state)
 
 
-def begin_states(optimizer: torch.optim.Optimizer) -> None:
+def init_states(optimizer: torch.optim.Optimizer) -> None:
     """Create the missing initial states of an optimizer whose constructor creates them (torch's Adagrad).
 
     States of parameters that are not in the optimizer's groups are dropped.

@@ -21,7 +21,7 @@ from torch import nn
 
 from mpitrain.comm import Arena, Communicator, Work
 from mpitrain.comm.compression import Bucket, Compression
-from mpitrain.shard.flat import FlatGroup, adopt, numbered
+from mpitrain.shard.flat import FlatGroup, bucket_indices, move_gradient
 from mpitrain.shard.placement import DEFERRING, slot_count
 
 
@@ -29,24 +29,24 @@ class Gradients(ABC):
     """Gradients of parameters in buckets, which are numbered through all groups.
 
     A bucket is started when a backward pass has finished all its parameters, in the same order on every rank. `end`
-    completes the reductions that were started. `arrived` and `settle` do nothing in subclasses whose `start` takes the
-    gradients from the parameters' `.grad`.
+    completes the reductions that were started. `mark_ready` and `copy_in` do nothing in subclasses whose `start` takes
+    the gradients from the parameters' `.grad`.
 
     Attributes:
         groups: Parameters and their places in flat memory.
         reduction: Ranks over which gradients are reduced, and the options of the reduction.
         reduces_each_pass: If true, every backward pass must be reduced, because no rank has memory for all gradients.
-        at_once: Flat tensors, one per group, that contain all gradients and may be reduced with one operation each at
-            the end of backward; None if buckets must be started one by one.
-        reduced: Callback with the number of a bucket, called when this rank's share of it has been reduced in a pass;
-            only called if buckets are reduced one by one.
+        reduced_at_end: Flat tensors, one per group, that contain all gradients and may be reduced with one operation
+            each at the end of backward; None if buckets must be started one by one.
+        on_reduced: Callback with the number of a bucket, called when this rank's share of it has been reduced in a
+            pass; only called if buckets are reduced one by one.
     """
 
     groups: Sequence[FlatGroup]
     reduction: BucketReduction
     reduces_each_pass: bool
-    at_once: list[torch.Tensor] | None
-    reduced: Callable[[int], object] | None = None
+    reduced_at_end: list[torch.Tensor] | None
+    on_reduced: Callable[[int], object] | None = None
 
     @property
     @abstractmethod
@@ -61,7 +61,7 @@ class Gradients(ABC):
         returned at most once per backward pass.
         """
 
-    def arrived(self, parameter: nn.Parameter) -> None:
+    def mark_ready(self, parameter: nn.Parameter) -> None:
         """Record that autograd has finished the parameter's gradient in this backward pass."""
         return
 
@@ -89,8 +89,8 @@ class Gradients(ABC):
     def zero(self) -> None:
         """Forget all gradients, before the next step."""
 
-    def settle(self) -> None:
-        """Take over the current `.grad` of every parameter, with zeros for missing ones."""
+    def copy_in(self) -> None:
+        """Copy the current `.grad` of every parameter into flat memory, with zeros for missing ones."""
         return
 
     def scale(self, factor: float) -> None:
@@ -99,7 +99,7 @@ class Gradients(ABC):
             flat.mul_(factor)
 
     @abstractmethod
-    def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
+    def local_view(self, group: int, lo: int, hi: int) -> torch.Tensor:
         """Return the reduced gradients [lo, hi) of a group's layout as a view.
 
         Args:
@@ -165,7 +165,7 @@ class BucketReduction:
             x, self.op, self.algorithm, background, compression=shapes, reproducible=self.reproducible
         )
 
-    def own(self, x: torch.Tensor) -> torch.Tensor:
+    def local_share(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's share of a bucket as a view."""
         length = x.numel() // self.comm.size
         return x[self.comm.rank * length : (self.comm.rank + 1) * length]
@@ -194,12 +194,12 @@ class BucketReduction:
                 return work
         return comm.reduce_scatter(into, x, self.op, async_op=background, reproducible=self.reproducible)
 
-    def among_replicas(self, share: torch.Tensor) -> None:
+    def reduce_replicas(self, share: torch.Tensor) -> None:
         """Sum a reduced share in place over the ranks that keep the same share. Collective over these ranks."""
         if self.replicas is not None:
             self.replicas.all_reduce(share, self.op, reproducible=self.reproducible)
 
-    def compressed(self, group: FlatGroup, number: int, key: object) -> Bucket | None:
+    def compression_of(self, group: FlatGroup, number: int, key: object) -> Bucket | None:
         """Return the compression of a group's bucket, which gets the shapes of its parameters; None without
         compression.
 
@@ -238,14 +238,16 @@ class WholeGradients(Gradients):
         for flat in self.flat:
             flat.zero_()
         self._stale: set[nn.Parameter] = set()  # parameters whose next gradient overwrites their place
-        self._given: set[nn.Parameter] = set()  # parameters whose place has a gradient that is not yet `.grad`
+        self._pending: set[nn.Parameter] = set()  # parameters whose place has a gradient that is not yet `.grad`
         self._views: dict[nn.Parameter, tuple[torch.Tensor, bool]] = {}  # place, and whether its dtype is another
         for group, flat in zip(groups, self.flat, strict=True):
             for parameter, view in zip(group.parameters, group.views(flat), strict=True):
                 self._views[parameter] = (view, flat.dtype != group.dtype)
         self._buckets = [b for g, group in enumerate(groups) for b in group.buckets(self._arenas[g].tensor)]
-        self._compressed = [reduction.compressed(groups[g], b, (g, b)) for g, b in numbered(groups)]
-        self.at_once = self.flat if not sharded and reduction.compression is None and not reduction.overlaps else None
+        self._compressed = [reduction.compression_of(groups[g], b, (g, b)) for g, b in bucket_indices(groups)]
+        self.reduced_at_end = (
+            self.flat if not sharded and reduction.compression is None and not reduction.overlaps else None
+        )
 
     def _allocate(self, dtype: torch.dtype | None) -> list[Arena]:
         """Return the memory of each group. Collective."""
@@ -257,16 +259,16 @@ class WholeGradients(Gradients):
 
     def place(self, parameter: nn.Parameter) -> torch.Tensor | None:
         view, separate = self._views[parameter]
-        if separate or parameter.grad is not None or parameter in self._given:
+        if separate or parameter.grad is not None or parameter in self._pending:
             return None
-        self._given.add(parameter)
+        self._pending.add(parameter)
         return view.view_as(view)  # a new tensor object: autograd keeps it only if it has no other reference
 
-    def arrived(self, parameter: nn.Parameter) -> None:
+    def mark_ready(self, parameter: nn.Parameter) -> None:
         view, separate = self._views[parameter]
-        self._given.discard(parameter)
+        self._pending.discard(parameter)
         if not separate:
-            adopt(parameter, view)
+            move_gradient(parameter, view)
         elif parameter.grad is not None:
             if parameter in self._stale:
                 self._stale.remove(parameter)
@@ -278,30 +280,32 @@ class WholeGradients(Gradients):
     def start(self, bucket: int, background: bool) -> Work | None:
         x, shapes = self._buckets[bucket], self._compressed[bucket]
         if self.sharded:
-            return self.reduction.scatter(self.reduction.own(x), x, bucket, shapes, background=background, defer=False)
+            return self.reduction.scatter(
+                self.reduction.local_share(x), x, bucket, shapes, background=background, defer=False
+            )
         return self.reduction.sum(x, bucket, shapes, background=background)
 
     def end(self, works: Sequence[Work | None]) -> None:
         for work in filter(None, works):
             work.wait()
         for bucket in self._buckets:
-            self.reduction.among_replicas(self.reduction.own(bucket))
+            self.reduction.reduce_replicas(self.reduction.local_share(bucket))
 
     def zero(self) -> None:
-        self._given.clear()
+        self._pending.clear()
         for parameter, (_, separate) in self._views.items():
             parameter.grad = None
             if separate:
                 self._stale.add(parameter)
 
-    def settle(self) -> None:
+    def copy_in(self) -> None:
         for parameter, (view, separate) in self._views.items():
-            self.arrived(parameter)
+            self.mark_ready(parameter)
             if separate and parameter in self._stale:
                 self._stale.remove(parameter)
                 view.zero_()
 
-    def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
+    def local_view(self, group: int, lo: int, hi: int) -> torch.Tensor:
         return self._arenas[group].tensor[lo:hi]
 
     def nbytes(self) -> tuple[int, int]:
@@ -315,7 +319,7 @@ class WholeGradients(Gradients):
             arena.free()
 
 
-_UNDER_WAY = 2  # maximum number of unfinished reductions
+_MAX_UNFINISHED = 2  # maximum number of unfinished reductions
 
 
 class ShardedGradients(Gradients):
@@ -336,12 +340,12 @@ class ShardedGradients(Gradients):
         groups: Parameters and their places in flat memory.
         reduction: Ranks over which gradients are reduced, and the options of the reduction.
         dtype: Dtype in which gradients are added up and reduced; None for the parameters' dtype.
-        taken: Callback with the number of a bucket in its group, called when the gradients of its parameters have been
-            copied.
+        on_copied: Callback with the number of a bucket in its group, called when the gradients of its parameters have
+            been copied.
     """
 
     reduces_each_pass = True
-    at_once = None
+    reduced_at_end = None
 
     def __init__(
         self,
@@ -349,11 +353,11 @@ class ShardedGradients(Gradients):
         reduction: BucketReduction,
         *,
         dtype: torch.dtype | None = None,
-        taken: Callable[[int], None] | None = None,
+        on_copied: Callable[[int], None] | None = None,
     ) -> None:
-        self.groups, self.reduction, self._taken = groups, reduction, taken
-        self._numbers = numbered(groups)
-        self._compressed = [reduction.compressed(groups[g], b, (g, b)) for g, b in self._numbers]
+        self.groups, self.reduction, self._on_copied = groups, reduction, on_copied
+        self._numbers = bucket_indices(groups)
+        self._compressed = [reduction.compression_of(groups[g], b, (g, b)) for g, b in self._numbers]
         parts = groups[0].layout.parts if groups else 1
         self._shards = [torch.zeros(g.layout.numel // parts, dtype=dtype or g.dtype, device=g.device) for g in groups]
         longest = [max((hi - lo for lo, hi in pairwise(g.layout.bounds)), default=0) for g in groups]
@@ -363,7 +367,7 @@ class ShardedGradients(Gradients):
         self._stale: set[int] = set()  # buckets whose shares the next reduction overwrites
         self._started: list[tuple[int, torch.Tensor, Work]] = []  # (bucket, reduced share, work) not yet added
         self._next = 0  # the bucket to be started next
-        self._given: set[nn.Parameter] = set()  # parameters whose place has a gradient that is not yet `.grad`
+        self._pending: set[nn.Parameter] = set()  # parameters whose place has a gradient that is not yet `.grad`
         placed = [groups[g].members(b) for g, b in self._numbers]
         self._members = [[p for p, _ in of] for of in placed]
         self._where = {p: (bucket, n) for bucket, of in enumerate(self._members) for n, p in enumerate(of)}
@@ -378,12 +382,12 @@ class ShardedGradients(Gradients):
         view = self._views[bucket].views[number]
         if bucket != self._next or view.dtype != parameter.dtype:
             return None
-        if parameter.grad is not None or parameter in self._given:
+        if parameter.grad is not None or parameter in self._pending:
             return None
-        if self.reduction.replicas is not None and len(self._started) >= _UNDER_WAY:
+        if self.reduction.replicas is not None and len(self._started) >= _MAX_UNFINISHED:
             return None  # making room is collective over the replicas, and some ranks' data may not reach this line
         self._make_room(bucket)
-        self._given.add(parameter)
+        self._pending.add(parameter)
         return view.view_as(view)  # a new tensor object: autograd keeps it only if it has no other reference
 
     def start(self, bucket: int, background: bool) -> Work | None:
@@ -393,10 +397,10 @@ class ShardedGradients(Gradients):
         self._next = bucket + 1
         slot = self._slot(bucket)
         self._fill(bucket, self._views[bucket])
-        if self._taken is not None:
-            self._taken(b)
+        if self._on_copied is not None:
+            self._on_copied(b)
         shapes = self._compressed[bucket]
-        share = self._share(bucket) if bucket in self._stale and shapes is None else self.reduction.own(slot)
+        share = self._share(bucket) if bucket in self._stale and shapes is None else self.reduction.local_share(slot)
         defer = len(slots) == DEFERRING
         work = self.reduction.scatter(share, slot, bucket, shapes, background=background, defer=defer)
         if work is None:
@@ -414,7 +418,7 @@ class ShardedGradients(Gradients):
 
     def _make_room(self, bucket: int) -> None:
         """Complete older reductions until the slot of the next bucket may be written."""
-        while len(self._started) >= _UNDER_WAY:
+        while len(self._started) >= _MAX_UNFINISHED:
             self._collect(*self._started.pop(0))
         readers = self._readers[self._numbers[bucket][0]]
         reader, readers[bucket % len(readers)] = readers[bucket % len(readers)], None
@@ -433,7 +437,7 @@ class ShardedGradients(Gradients):
                 into.append(view)
                 of.append(gradient)
             parameter.grad = None
-        self._given.difference_update(self._members[bucket])
+        self._pending.difference_update(self._members[bucket])
         if into:
             torch._foreach_copy_(into, of)
         if empty:
@@ -443,15 +447,15 @@ class ShardedGradients(Gradients):
         """Store the reduced share of a bucket in this rank's shares, or add it to the share that is already there."""
         if work is not None:
             work.wait()
-        self.reduction.among_replicas(share)
+        self.reduction.reduce_replicas(share)
         own_share = self._share(bucket)
         if bucket not in self._stale:
             own_share.add_(share)
         elif share.data_ptr() != own_share.data_ptr():
             own_share.copy_(share)
         self._stale.discard(bucket)
-        if self.reduced is not None:
-            self.reduced(bucket)
+        if self.on_reduced is not None:
+            self.on_reduced(bucket)
 
     def _share(self, bucket: int) -> torch.Tensor:
         """Return this rank's share of a bucket as a view."""
@@ -466,14 +470,14 @@ class ShardedGradients(Gradients):
         self._next = 0
 
     def zero(self) -> None:
-        self._given.clear()
+        self._pending.clear()
         self._next = 0
         for group in self.groups:
             for parameter in group.parameters:
                 parameter.grad = None
         self._stale = set(range(len(self._numbers)))  # every reduction includes all buckets, so none stays stale
 
-    def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
+    def local_view(self, group: int, lo: int, hi: int) -> torch.Tensor:
         begin = self.groups[group].in_shares(lo, self.reduction.comm.rank)
         return self._shards[group][begin : begin + hi - lo]
 

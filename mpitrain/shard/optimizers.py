@@ -1,6 +1,6 @@
 """Optimizers that need whole parameters, for parameters that are divided over several ranks: Muon, LAMB and LARS.
 
-A rank may have a stretch of a bucket (ZeRO), some rows or columns of a parameter (tensor parallel), or a stretch of
+A rank may have a slice of a bucket (ZeRO), some rows or columns of a parameter (tensor parallel), or a slice of
 those.
 
 Muon makes the momentum of a matrix orthogonal with five Newton-Schulz iterations (Jordan et al. 2024, "Muon: An
@@ -37,7 +37,7 @@ from torch import nn
 from mpitrain.comm import Communicator
 from mpitrain.errors import refusal
 from mpitrain.layout.boxes import Box, Slice, logical_of
-from mpitrain.shard.flat import numbered
+from mpitrain.shard.flat import bucket_indices
 from mpitrain.shard.flat_parameters import FlatParameter
 from mpitrain.shard.sharding import Sharding
 
@@ -67,16 +67,16 @@ class MatrixPart:
         rows, columns = logical_of(self.parameter).shape
         return rows, columns
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
+    def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the elements of this part in a tensor laid out like the flat parameter; a view."""
         return flat.view(-1)[self.place : self.place + self.last - self.first]
 
 
-Whole = Callable[[MatrixPart, torch.Tensor], torch.Tensor]  # maps (part, whole matrix) to a matrix
+MatrixFunction = Callable[[MatrixPart, torch.Tensor], torch.Tensor]  # maps (part, whole matrix) to a matrix
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon for parameters that may also be stretches of several matrices, once `gather` is set.
+    """torch.optim.Muon for parameters that may also be slices of several matrices, once `gather` is set.
 
     Args:
         params: Matrices, or groups of them.
@@ -101,12 +101,12 @@ class Muon(torch.optim.Muon):
         updates = {value: self._momentum(value, groups[value]) for value in groups if value.grad is not None}
         for value in updates:
             value.mul_(1 - groups[value]["lr"] * groups[value]["weight_decay"])
-        for part, update in self._made_orthogonal(updates, groups):
+        for part, update in self._orthogonalize(updates, groups):
             group = groups[part.value]
             rows, columns = part.shape
             original = group["adjust_lr_fn"] == "original"
             factor = math.sqrt(max(1, rows / columns)) if original else 0.2 * math.sqrt(max(rows, columns))
-            part.of(part.value).add_(update, alpha=-group["lr"] * factor)
+            part.slice_of(part.value).add_(update, alpha=-group["lr"] * factor)
 
     def _momentum(self, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
         """Add the gradient to the momentum, and return the tensor that is to be made orthogonal."""
@@ -118,7 +118,7 @@ class Muon(torch.optim.Muon):
         buffer.lerp_(gradient, 1 - momentum)
         return gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
 
-    def _made_orthogonal(
+    def _orthogonalize(
         self, updates: Mapping[torch.Tensor, torch.Tensor], groups: Mapping[torch.Tensor, Mapping[str, Any]]
     ) -> Iterator[tuple[MatrixPart, torch.Tensor]]:
         """Yield each part of a matrix with its elements of the orthogonal update. Collective if `gather` is set."""
@@ -128,7 +128,7 @@ class Muon(torch.optim.Muon):
             return orthogonal(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
         if self.gather is not None:
-            yield from self.gather.applied(updates, whole)
+            yield from self.gather.apply(updates, whole)
             return
         for value, update in updates.items():
             part = MatrixPart(value, 0, 0, value.numel(), value)
@@ -163,56 +163,58 @@ class MatrixGather:
 
     Args:
         sharding: Sharding of the matrices.
-        chosen: Flat parameters that are such matrices, or stretches of them.
+        flat_parameters: Flat parameters that are such matrices, or slices of them.
         axis: Ranks of the axis that divides parameters; None if there is none.
     """
 
-    def __init__(self, sharding: Sharding, chosen: Sequence[FlatParameter], axis: Communicator | None) -> None:
+    def __init__(self, sharding: Sharding, flat_parameters: Sequence[FlatParameter], axis: Communicator | None) -> None:
         self._sharding, self._axis = sharding, axis
         self._whole = not sharding.stage.states or sharding.shard.size == 1
         self._scratch: dict[str, torch.Tensor] = {}
-        self.follow(chosen)
-        self._buckets = self._listed()
+        self.set_flat_parameters(flat_parameters)
+        self._buckets = self._list_buckets()
 
-    def follow(self, chosen: Sequence[FlatParameter]) -> None:
+    def set_flat_parameters(self, flat_parameters: Sequence[FlatParameter]) -> None:
         """Use the matrices in these flat parameters from now on, in place of the earlier ones."""
-        self._own: dict[nn.Parameter, MatrixPart] = {}
-        for flat in chosen:
+        self._local_parts: dict[nn.Parameter, MatrixPart] = {}
+        for flat in flat_parameters:
             for parameter, first, last, place in flat.contents:
-                self._own[parameter] = MatrixPart(flat.value, place, first, last, parameter)
+                self._local_parts[parameter] = MatrixPart(flat.value, place, first, last, parameter)
 
-    def _listed(self) -> list[tuple[int, int, list[tuple[int, DividedMatrix]]]]:
+    def _list_buckets(self) -> list[tuple[int, int, list[tuple[int, DividedMatrix]]]]:
         """Return (group, bucket, [(number of the parameter, its division)]) for every bucket with matrices. Collective.
 
         The result is the same on all ranks of the shard.
         """
         groups, buckets = self._sharding.groups, []
         # (group, number) of every matrix of which some rank of the shard, or of the axis, updates a part
-        mine = [[g, n] for g, group in enumerate(groups) for n, p in enumerate(group.parameters) if p in self._own]
+        mine = [
+            [g, n] for g, group in enumerate(groups) for n, p in enumerate(group.parameters) if p in self._local_parts
+        ]
         if not self._whole:
             mine = [key for keys in self._sharding.shard.all_gather_object(mine) for key in keys]
         matrices = {(g, n) for g, n in mine}
-        for g, b in numbered(groups):
+        for g, b in bucket_indices(groups):
             group = groups[g]
             numbers = [n for n, p in enumerate(group.layout.places) if p.bucket == b and (g, n) in matrices]
             if numbers:
-                buckets.append((g, b, [(n, self._divided(group.parameters[n], (g, n))) for n in numbers]))
+                buckets.append((g, b, [(n, self._division_of(group.parameters[n], (g, n))) for n in numbers]))
         return buckets
 
-    def _divided(self, parameter: nn.Parameter, key: tuple[int, int]) -> DividedMatrix:
+    def _division_of(self, parameter: nn.Parameter, key: tuple[int, int]) -> DividedMatrix:
         part = logical_of(parameter)
         if self._axis is None:
-            return DividedMatrix(parameter in self._own, None, ())
+            return DividedMatrix(parameter in self._local_parts, None, ())
         boxes = [[box.shape, box.start, box.stop] for box in part.boxes]
-        answers = self._axis.all_gather_object([*key, list(part.shape), boxes, parameter in self._own])
+        answers = self._axis.all_gather_object([*key, list(part.shape), boxes, parameter in self._local_parts])
         if len({tuple(shape) for _, _, shape, _, _ in answers}) > 1 or len({(g, n) for g, n, *_ in answers}) > 1:
-            raise refusal("muon needs the tensor ranks to lay their matrices out alike; set parallel.tensor to 1")
+            raise refusal("muon needs the same layout of matrices on all tensor ranks; set parallel.tensor to 1")
         slices = tuple(Slice(tuple(shape), tuple(Box(*box) for box in boxes)) for _, _, shape, boxes, _ in answers)
         undivided = all(s.numel == math.prod(s.shape) for s in slices)
         return DividedMatrix(any(needed for *_, needed in answers), None if undivided else self._axis, slices)
 
-    def applied(
-        self, updates: Mapping[torch.Tensor, torch.Tensor], whole: Whole
+    def apply(
+        self, updates: Mapping[torch.Tensor, torch.Tensor], whole: MatrixFunction
     ) -> Iterator[tuple[MatrixPart, torch.Tensor]]:
         """Yield each part of a matrix on this rank with its elements of `whole(part, matrix)`. Collective.
 
@@ -224,7 +226,7 @@ class MatrixGather:
             bucket = self._bucket(g, b, updates) if not self._whole else None
             for number, divided in matrices:
                 parameter = self._sharding.groups[g].parameters[number]
-                part = self._own.get(parameter)
+                part = self._local_parts.get(parameter)
                 if not divided.needed:
                     continue
                 place = self._sharding.groups[g].layout.places[number]
@@ -236,10 +238,10 @@ class MatrixGather:
                     if update is None and divided.axis is None:
                         continue
                     mine = parameter.new_zeros(place.numel, dtype=torch.float32) if update is None else update.view(-1)
-                matrix = divided.joined(mine, self._memory) if divided.axis is not None else mine
+                matrix = divided.gather(mine, self._memory) if divided.axis is not None else mine
                 if part is not None and part.value in updates:
                     result = whole(part, matrix.view(part.shape))
-                    flat = divided.own(result).reshape(-1) if divided.axis is not None else result.reshape(-1)
+                    flat = divided.local_part(result).reshape(-1) if divided.axis is not None else result.reshape(-1)
                     yield part, flat[part.first : part.last]
 
     def _bucket(self, g: int, b: int, updates: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -250,9 +252,9 @@ class MatrixGather:
         dtype = next((u.dtype for u in updates.values()), torch.float32)
         share = self._memory("share", hi - lo, dtype)
         for number, first, last, offset in group.layout.within(lo, hi):
-            part = self._own.get(group.parameters[number])
+            part = self._local_parts.get(group.parameters[number])
             if part is not None and part.value in updates:
-                share[offset - lo : offset - lo + last - first].copy_(part.of(updates[part.value]))
+                share[offset - lo : offset - lo + last - first].copy_(part.slice_of(updates[part.value]))
         everything = self._memory("bucket", (hi - lo) * shard.size, dtype)
         shard.all_gather(everything, share)
         return everything
@@ -264,7 +266,11 @@ class MatrixGather:
         """
         scratch = self._scratch.get(name)
         if scratch is None or scratch.numel() < numel or scratch.dtype != dtype:
-            device = next(iter(self._own.values())).value.device if self._own else self._sharding.groups[0].device
+            device = (
+                next(iter(self._local_parts.values())).value.device
+                if self._local_parts
+                else self._sharding.groups[0].device
+            )
             scratch = self._scratch[name] = torch.zeros(numel, dtype=dtype, device=device)
         return scratch[:numel]
 
@@ -283,7 +289,7 @@ class DividedMatrix:
     axis: Communicator | None
     slices: tuple[Slice, ...]
 
-    def joined(self, mine: torch.Tensor, memory: Callable[[str, int, torch.dtype], torch.Tensor]) -> torch.Tensor:
+    def gather(self, mine: torch.Tensor, memory: Callable[[str, int, torch.dtype], torch.Tensor]) -> torch.Tensor:
         """Return the whole matrix, flat, gathered from the ranks' parts. Collective over the axis.
 
         Args:
@@ -301,7 +307,7 @@ class DividedMatrix:
                 view.copy_(everything[begin : begin + box.numel].view(view.shape))
         return matrix
 
-    def own(self, matrix: torch.Tensor) -> torch.Tensor:
+    def local_part(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a whole matrix, flat."""
         assert self.axis is not None
         part = self.slices[self.axis.rank]
@@ -326,8 +332,8 @@ class TrustRatios(torch.optim.Optimizer):
     needs_whole = True
     gather: SquaresSum | None = None
     # maps (value, group) to the tensor whose norm is compared with the parameter's
-    _measured: Callable[..., torch.Tensor]
-    _ratio: Callable[..., torch.Tensor]  # maps (norm of the parameter, norm of `_measured`, group)
+    _norm_tensor: Callable[..., torch.Tensor]
+    _ratio: Callable[..., torch.Tensor]  # maps (norm of the parameter, norm of `_norm_tensor`, group)
     _apply: Callable[..., None]  # updates `value`; takes (value, scaled update, group)
 
     @torch.no_grad()
@@ -335,21 +341,21 @@ class TrustRatios(torch.optim.Optimizer):
         """Update the parameters once. Collective over the ranks that have parts of the parameters."""
         listed = [(v, group) for group in self.param_groups for v in group["params"] if v.grad is not None]
         groups = dict(listed)
-        measured = {value: self._measured(value, group) for value, group in listed}
+        measured = {value: self._norm_tensor(value, group) for value, group in listed}
         parts, squares = self._begin(measured)
         for column, tensors in enumerate(({v: v for v in measured}, measured)):
-            views = [_stretch(tensors[value], first, last) for value, first, last, _ in parts]
+            views = [_slice(tensors[value], first, last) for value, first, last, _ in parts]
             if views:
                 norms = torch.stack(torch._foreach_norm(views, 2, dtype=torch.float64))
                 squares[[number for *_, number in parts], column] = norms.square_()
         if self.gather is not None:
-            self.gather.total()
+            self.gather.reduce_squares()
         norms = squares.sqrt()
         updates = {value: self._update(value, measured[value], group) for value, group in listed}
         for value, first, last, number in parts:
             weight, other = norms[number].unbind()
             ratio = torch.where((weight > 0) & (other > 0), self._ratio(weight, other, groups[value]), 1.0)
-            view = _stretch(updates[value], first, last)
+            view = _slice(updates[value], first, last)
             view.mul_(ratio.to(view.dtype))
         for value, group in listed:
             self._apply(value, updates[value], group)
@@ -367,10 +373,10 @@ class TrustRatios(torch.optim.Optimizer):
         return measured
 
 
-def checked_betas(betas: Sequence[float]) -> tuple[float, float]:
+def check_betas(betas: Sequence[float]) -> tuple[float, float]:
     """Return the decay factors of Adam's averages. Raises ValueError unless they are two numbers in [0, 1)."""
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ValueError(f"betas {list(betas)} are not two numbers from 0 to below 1")
+        raise ValueError(f"betas must be two numbers in [0, 1), not {list(betas)}")
     return betas[0], betas[1]
 
 
@@ -399,11 +405,11 @@ class Lamb(TrustRatios):
         correct: bool = True,
     ) -> None:
         if not 0.0 <= least <= most:
-            raise ValueError(f"least {least} and most {most} are not from 0 on, the greater one last")
-        defaults = {"lr": lr, "betas": checked_betas(betas), "eps": eps, "weight_decay": weight_decay}
+            raise ValueError(f"least and most must satisfy 0 <= least <= most, but they are {least} and {most}")
+        defaults = {"lr": lr, "betas": check_betas(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"least": least, "most": most, "correct": correct})
 
-    def _measured(self, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    def _norm_tensor(self, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
         gradient, state, (first, second) = value.grad, self.state[value], group["betas"]
         assert gradient is not None
         if not state:
@@ -443,7 +449,9 @@ class Lars(TrustRatios):
         trust_coefficient: float = 0.001,
     ) -> None:
         if not 0.0 <= momentum < 1.0 or trust_coefficient <= 0.0:
-            raise ValueError("momentum is from 0 to below 1, and trust_coefficient is above 0")
+            raise ValueError(
+                f"momentum must be in [0, 1) and trust_coefficient above 0, not {momentum} and {trust_coefficient}"
+            )
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -452,7 +460,7 @@ class Lars(TrustRatios):
         }
         super().__init__(params, defaults)
 
-    def _measured(self, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    def _norm_tensor(self, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
         assert value.grad is not None
         return value.grad
 
@@ -469,7 +477,7 @@ class Lars(TrustRatios):
         value.sub_(state["momentum_buffer"].mul_(group["momentum"]).add_(update, alpha=group["lr"]))
 
 
-def _stretch(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+def _slice(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
     """Return elements [first, last) of a flat tensor as a view; the tensor itself, of any shape, if these are all."""
     return tensor if last - first == tensor.numel() else tensor.view(-1)[first:last]
 
@@ -479,7 +487,7 @@ class SquaresSum:
 
     Args:
         sharding: Sharding of the parameters.
-        chosen: Flat parameters whose norms are needed.
+        flat_parameters: Flat parameters whose norms are needed.
         axis: Ranks of the axis that divides parameters; None if there is none.
 
     Attributes:
@@ -491,29 +499,29 @@ class SquaresSum:
             have different layouts.
     """
 
-    def __init__(self, sharding: Sharding, chosen: Sequence[FlatParameter], axis: Communicator | None) -> None:
+    def __init__(self, sharding: Sharding, flat_parameters: Sequence[FlatParameter], axis: Communicator | None) -> None:
         parameters = [p for group in sharding.groups for p in group.parameters]
         self._numbers = {p: number for number, p in enumerate(parameters)}
-        self.follow(chosen)
-        device = chosen[0].value.device if chosen else sharding.groups[0].device
+        self.set_flat_parameters(flat_parameters)
+        device = flat_parameters[0].value.device if flat_parameters else sharding.groups[0].device
         self.squares = torch.zeros(len(parameters), 2, dtype=torch.float64, device=device)
         self._shard = sharding.shard if sharding.stage.states and sharding.shard.size > 1 else None
-        self._axis, self._divided = axis, torch.tensor(_divided(parameters, axis), device=device)[:, None]
+        self._axis, self._divided = axis, torch.tensor(_find_divided(parameters, axis), device=device)[:, None]
         if sharding.config.run.reproducible and (self._shard is not None or bool(self._divided.any())):
             raise refusal(
-                "lamb and lars add up squares in an order that depends on the number of ranks, which reproducible "
-                "training must not; use another optim.name, or parallel.zero 0 without parallel.tensor"
+                "lamb and lars add up squares in an order that depends on the number of ranks, which run.reproducible "
+                "forbids; use another optim.name, or parallel.zero 0 without parallel.tensor"
             )
 
-    def follow(self, chosen: Sequence[FlatParameter]) -> None:
+    def set_flat_parameters(self, flat_parameters: Sequence[FlatParameter]) -> None:
         """Use these flat parameters from now on, in place of the earlier ones."""
         self.parts: Parts = [
             (flat.value, at, at + last - first, self._numbers[p])
-            for flat in chosen
+            for flat in flat_parameters
             for p, first, last, at in flat.contents
         ]
 
-    def total(self) -> None:
+    def reduce_squares(self) -> None:
         """Sum `squares` over the ranks, in place. Collective."""
         if self._shard is not None:
             self._shard.all_reduce(self.squares)
@@ -523,7 +531,7 @@ class SquaresSum:
             self.squares.copy_(torch.where(self._divided, shared, self.squares))
 
 
-def _divided(parameters: Sequence[nn.Parameter], axis: Communicator | None) -> list[bool]:
+def _find_divided(parameters: Sequence[nn.Parameter], axis: Communicator | None) -> list[bool]:
     """Return for each parameter whether the ranks of an axis divide it. Collective over these ranks."""
     whole = [math.prod(logical_of(p).shape) for p in parameters]
     mine = [p.numel() for p in parameters]
@@ -536,7 +544,7 @@ def _divided(parameters: Sequence[nn.Parameter], axis: Communicator | None) -> l
         cut and total != all_of_it for cut, total, all_of_it in zip(divided, sums, whole, strict=True)
     ):
         raise refusal(
-            "lamb and lars need the tensor ranks to hold each element once, or all of a parameter each; set "
-            "parallel.tensor to 1"
+            "lamb and lars need each parameter to be either divided over the tensor ranks without overlap or whole on "
+            "each of them; set parallel.tensor to 1"
         )
     return divided

@@ -41,7 +41,7 @@ from mpitrain.shard.flat import FlatGroup
 from mpitrain.shard.offload import HOST, MappedFiles
 
 
-class Gathered(NamedTuple):
+class ParameterGather(NamedTuple):
     """Parameters that are gathered in a training step.
 
     Attributes:
@@ -67,7 +67,7 @@ class Parameters(ABC):
     gathers: bool = False
 
     @abstractmethod
-    def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
+    def local_view(self, group: int, lo: int, hi: int) -> torch.Tensor:
         """Return elements [lo, hi) of a group's layout as a view, through which they are updated.
 
         Args:
@@ -87,7 +87,7 @@ class Parameters(ABC):
     def free(self) -> None:
         """Give each parameter its own memory again, and release the rest. Collective."""
 
-    def gathered(self, microbatches: int) -> list[Gathered]:
+    def list_gathers(self, microbatches: int) -> list[ParameterGather]:
         """Return the parameters that are gathered in a step with this number of microbatches."""
         return []
 
@@ -95,7 +95,7 @@ class Parameters(ABC):
         """Return the bytes of the buffers that parameters are gathered into."""
         return 0
 
-    def whole(self) -> AbstractContextManager[None]:
+    def unshard_all(self) -> AbstractContextManager[None]:
         """Return a context in which all parameters can be read. Collective if the parameters are sharded."""
         return nullcontext()
 
@@ -109,14 +109,14 @@ class Parameters(ABC):
         """
         return nullcontext()
 
-    def gradients_taken(self, bucket: int) -> None:
+    def mark_copied(self, bucket: int) -> None:
         """Record that the gradients of a bucket of one group have been copied from its parameters.
 
         The gradients call it once for each group.
         """
         return
 
-    def end_of_backward(self) -> None:
+    def finish_backward(self) -> None:
         """Take note that a backward pass is over: the parameters are not used until the next forward pass."""
         return
 
@@ -131,7 +131,7 @@ class ReplicatedParameters(Parameters):
     def __init__(self, groups: Sequence[FlatGroup]) -> None:
         self._groups = groups
 
-    def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
+    def local_view(self, group: int, lo: int, hi: int) -> torch.Tensor:
         """Return elements [lo, hi) of a group's layout as a view.
 
         Args:
@@ -162,7 +162,7 @@ class PrivateParameters(Parameters):
         for group, arena in zip(groups, self._arenas, strict=True):
             move_into(group, arena.tensor, fill=True)
 
-    def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
+    def local_view(self, group: int, lo: int, hi: int) -> torch.Tensor:
         return self._arenas[group].tensor[lo:hi]
 
     def publish(self) -> None:
@@ -179,8 +179,8 @@ class PrivateParameters(Parameters):
             move_out(group)
             arena.free()
 
-    def gathered(self, microbatches: int) -> list[Gathered]:
-        return [Gathered(self.nbytes(), self._shard.size, 1)]
+    def list_gathers(self, microbatches: int) -> list[ParameterGather]:
+        return [ParameterGather(self.nbytes(), self._shard.size, 1)]
 
 
 class NodeParameters(Parameters):
@@ -210,7 +210,7 @@ class NodeParameters(Parameters):
             move_into(group, copy.tensor, fill=comm.local_rank == 0)
         self._node_barrier()
 
-    def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
+    def local_view(self, group: int, lo: int, hi: int) -> torch.Tensor:
         return self._copies[group].tensor[lo:hi]
 
     def publish(self) -> None:
@@ -232,8 +232,8 @@ class NodeParameters(Parameters):
     def nbytes(self) -> float:
         return sum(copy.tensor.nbytes for copy in self._copies) / self._comm.local_size
 
-    def gathered(self, microbatches: int) -> list[Gathered]:
-        return [] if self._cross_node is None else [Gathered(self.nbytes(), self._cross_node.size, 1)]
+    def list_gathers(self, microbatches: int) -> list[ParameterGather]:
+        return [] if self._cross_node is None else [ParameterGather(self.nbytes(), self._cross_node.size, 1)]
 
     def free(self) -> None:
         for group in self._groups:
@@ -249,7 +249,7 @@ def shard_order(comm: Communicator) -> int | None:
         node A: 0 2 4      node B: 1 3 5
 
     With this order, the shares of ranks that have the same local rank on different nodes are adjacent, and one
-    all-gather among those ranks moves one stretch of memory.
+    all-gather among those ranks moves one interval of memory.
     """
     if len({comm.nodes.count(node) for node in comm.nodes}) > 1:
         return None
@@ -336,22 +336,24 @@ class ShardedParameters(Parameters):
             self._shares = [arena.tensor for arena in self._arenas]
         # by group, free buffers, each with the device event after which it may be written
         self._pool: dict[int, list[tuple[torch.Tensor, torch.Event | None]]] = {}
-        self._nothing = [torch.full((), torch.nan, dtype=g.dtype, device=g.device) for g in groups]
+        self._nan_values = [torch.full((), torch.nan, dtype=g.dtype, device=g.device) for g in groups]
         self._pool_bytes = 0
         count = len(units)
         self._units = [_Unit(u, count - 1 - number, False, groups) for number, u in enumerate(units)]
         self._units.append(_Unit(module, count, True, groups))
         self._longest = [max((hi - lo for lo, hi in pairwise(g.layout.bounds[: count + 1])), default=0) for g in groups]
         self._order: list[_Unit] = []  # units in the order of the forward pass
-        self._taken: dict[int, int] = {}  # by bucket, number of groups whose gradients were taken
+        self._copied: dict[int, int] = {}  # by bucket, number of groups whose gradients were taken
         self._saved: Callable[[torch.Tensor], object] | None = None  # see `watch_saved`
         self._hooks: list[Any] = []
         for unit in self._units:
-            self._take_shares(unit)
+            self._copy_shares(unit)
             self._drop_values(unit)
-            self._hooks.append(unit.module.register_forward_pre_hook(lambda m, a, u=unit: self._before(u)))
+            self._hooks.append(unit.module.register_forward_pre_hook(lambda m, a, u=unit: self._pre_forward(u)))
             self._hooks.append(
-                unit.module.register_forward_hook(lambda m, a, out, u=unit: self._after(u, out), always_call=True)
+                unit.module.register_forward_hook(
+                    lambda m, a, out, u=unit: self._post_forward(u, out), always_call=True
+                )
             )
 
     # -- memory
@@ -368,7 +370,7 @@ class ShardedParameters(Parameters):
         parts = self._groups[g].layout.parts
         return self._shares[g][lo // parts : hi // parts]
 
-    def _take_shares(self, unit: _Unit) -> None:
+    def _copy_shares(self, unit: _Unit) -> None:
         """Copy this rank's shares of a unit's current parameter values into the rank's memory for shares."""
         for g, group, lo, hi in self._buckets(unit):
             full = torch.zeros(hi - lo, dtype=group.dtype, device=group.device)
@@ -380,7 +382,7 @@ class ShardedParameters(Parameters):
     def _drop_values(self, unit: _Unit) -> None:
         """Make the parameters NaN tensors of the same shape without memory, so that use before a gather gives NaN."""
         for g, parameter, _ in unit.members:
-            parameter.data = self._nothing[g].expand(parameter.shape)
+            parameter.data = self._nan_values[g].expand(parameter.shape)
 
     def _buffer(self, g: int, length: int, root: bool) -> torch.Tensor:
         """Return memory for at least `length` elements of a group, from the pool or newly allocated.
@@ -441,7 +443,7 @@ class ShardedParameters(Parameters):
 
     # -- the passes
 
-    def _before(self, unit: _Unit) -> None:
+    def _pre_forward(self, unit: _Unit) -> None:
         """Run before a unit's forward pass (hook): unshard the unit, and start to gather the next one."""
         self.unshard(unit)
         if unit not in self._order and not unit.root:
@@ -451,18 +453,18 @@ class ShardedParameters(Parameters):
             unit.saving = saved_tensors_hooks(self._pack(unit), self._unpack)
             unit.saving.__enter__()
 
-    def _after(self, unit: _Unit, output: Any) -> None:
+    def _post_forward(self, unit: _Unit, output: Any) -> None:
         """Run after a unit's forward pass (hook): reshard the unit, and hook its outputs, to unshard it in backward."""
         if unit.saving is not None:
             unit.saving.__exit__(None, None, None)
             unit.saving = None
         waiting = [t for t in tree_leaves(output) if torch.is_tensor(t) and t.requires_grad]
         for tensor in waiting if not unit.root else ():
-            tensor.register_hook(lambda grad, u=unit: self._before_backward(u))
+            tensor.register_hook(lambda grad, u=unit: self._pre_backward(u))
         if not waiting or (self._reshard and not unit.root):
             self.reshard(unit)
 
-    def _before_backward(self, unit: _Unit) -> None:
+    def _pre_backward(self, unit: _Unit) -> None:
         """Run before a unit's backward pass (hook on its outputs' gradients): unshard it, start to gather the next."""
         self.unshard(unit)
         self._prefetch(unit, -1)
@@ -508,39 +510,39 @@ class ShardedParameters(Parameters):
         finally:
             self._saved = None
 
-    def gradients_taken(self, bucket: int) -> None:
+    def mark_copied(self, bucket: int) -> None:
         """Reshard a unit once the gradients of its bucket have been taken in every group."""
-        self._taken[bucket] = self._taken.get(bucket, 0) + 1
-        if self._taken[bucket] == len(self._groups) and bucket < len(self._units) - 1:
+        self._copied[bucket] = self._copied.get(bucket, 0) + 1
+        if self._copied[bucket] == len(self._groups) and bucket < len(self._units) - 1:
             self.reshard(self._units[len(self._units) - 2 - bucket])
 
-    def end_of_backward(self) -> None:
-        self._taken.clear()
+    def finish_backward(self) -> None:
+        self._copied.clear()
         for unit in self._units:
             self.reshard(unit)
 
     # -- interface of `Parameters`
 
-    def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
+    def local_view(self, group: int, lo: int, hi: int) -> torch.Tensor:
         begin = self._groups[group].in_shares(lo, self._shard.rank)
         return self._shares[group][begin : begin + hi - lo]
 
     def nbytes(self) -> float:
         return sum(share.nbytes for share in self._shares)
 
-    def gathered(self, microbatches: int) -> list[Gathered]:
+    def list_gathers(self, microbatches: int) -> list[ParameterGather]:
         ranks, gathers = self._shard.size, []
         for unit in self._units:
             nbytes = sum((hi - lo) * group.dtype.itemsize for _, group, lo, hi in self._buckets(unit))
             again = self._reshard and not unit.root  # gathered once more for backward
-            gathers.append(Gathered(nbytes, ranks, microbatches * (1 + again)))
+            gathers.append(ParameterGather(nbytes, ranks, microbatches * (1 + again)))
         return gathers
 
     def buffer_bytes(self) -> int:
         return self._pool_bytes
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def unshard_all(self) -> Iterator[None]:
         for unit in self._units:
             self.unshard(unit)
         try:

@@ -72,15 +72,15 @@ def conflict(zero: int, ranks: int, *, staged: bool, one_copy: bool, offload: st
     """
     if offload and not STAGES[zero].parameters:
         return (
-            "parallel.offload_parameters is for parallel.zero 3, whose ranks gather parameters when they need them, "
-            f"and the stage is {zero}; set parallel.zero to 3, or leave it out"
+            f"parallel.offload_parameters needs parallel.zero 3, but parallel.zero is {zero}; set parallel.zero to 3, "
+            "or remove parallel.offload_parameters"
         )
     gathers = is_elsewhere(offload, on_device) or (ranks > 1 and not one_copy)
     if STAGES[zero].parameters and staged and gathers:
         return (
-            "parallel.zero 3 would gather each block of a stage twice for every microbatch, where a pipeline has many, "
-            "unless the data-parallel ranks share host memory on each node, as many on one as on another, and no "
-            "device; use parallel.share_node true, or parallel.zero 2"
+            "parallel.zero 3 would gather each block of a stage twice for every microbatch, and a pipeline has many; "
+            "set parallel.zero to 2, or parallel.share_node to true, which needs host memory and the same number of "
+            "data-parallel ranks on each node"
         )
     return ""
 

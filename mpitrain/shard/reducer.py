@@ -15,7 +15,7 @@ from torch import nn
 
 from mpitrain.comm import Communicator, Work
 from mpitrain.errors import CommunicationError, InputError
-from mpitrain.shard.flat import numbered
+from mpitrain.shard.flat import bucket_indices
 from mpitrain.shard.gradients import Gradients
 from mpitrain.shard.in_place import InPlace
 
@@ -60,12 +60,12 @@ class Reducer:
         self.factor = 1.0
         self.used: set[nn.Parameter] | None = None
         self._forget = forget_unused and (unused_allowed or static)
-        self._as_it_goes = gradients.reduction.overlaps or gradients.reduces_each_pass
-        buckets = [gradients.groups[g].members(b) for g, b in numbered(gradients.groups)]
+        self._by_bucket = gradients.reduction.overlaps or gradients.reduces_each_pass
+        buckets = [gradients.groups[g].members(b) for g, b in bucket_indices(gradients.groups)]
         self._bucket = {p: number for number, members in enumerate(buckets) for p, _ in members}
         self._total = len(buckets)
         self._expected = dict.fromkeys(self._bucket, 1)  # gradients of each parameter in one backward pass
-        self._came: dict[nn.Parameter, int] = {}
+        self._counts: dict[nn.Parameter, int] = {}
         self._touched: set[nn.Parameter] = set()  # parameters that got a gradient since the last reduction
         self._missing: list[int] = []  # by bucket, number of parameters whose gradients are missing
         self._works: list[Work | None] = []  # of the buckets started so far
@@ -80,11 +80,11 @@ class Reducer:
         if self._in_place is not None:
             self._in_place.remove()
 
-    def take_over(self, earlier: Reducer) -> None:
+    def replace(self, earlier: Reducer) -> None:
         """Replace another reducer of the same parameters, which is already closed, and take over its gradients."""
         for parameter in self._bucket:
             if parameter.grad is not None:
-                self.gradients.arrived(parameter)
+                self.gradients.mark_ready(parameter)
         self.passes, self.factor, self.enabled = earlier.passes, earlier.factor, earlier.enabled
         self._expected.update(earlier._expected)
         self._touched = earlier._touched
@@ -98,11 +98,11 @@ class Reducer:
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             name = self.names[parameter]
             raise InputError(
-                f"the gradient of {name} is sparse, and flat gradients are dense; make its layer with sparse=False"
+                f"the gradient of {name} is sparse and cannot be reduced; create its layer with sparse=False"
             )
         self._touched.add(parameter)
         if not self.enabled:
-            self.gradients.arrived(parameter)
+            self.gradients.mark_ready(parameter)
             return
         if not self._in_backward:
             self._begin()
@@ -111,22 +111,22 @@ class Reducer:
         bucket = self._bucket[parameter]
         if bucket < len(self._works) and not self._expected[parameter]:
             raise InputError(
-                f"{self.names[parameter]} got a gradient, and none in the first backward pass, but static_graph=True "
-                "says that all are alike; leave it out"
+                f"{self.names[parameter]} got a gradient, but none in the first backward pass, and static_graph=True "
+                "requires the same parameters in every pass; remove static_graph=True"
             )
         if bucket < len(self._works):
             raise InputError(
-                f"{self.names[parameter]} got a second gradient in one backward pass, after the first was sent: a "
-                "checkpoint with use_reentrant=True does that; use use_reentrant=False, or static_graph=True"
+                f"{self.names[parameter]} got a second gradient in one backward pass after the first was sent, as with "
+                "activation checkpointing and use_reentrant=True; set use_reentrant=False, or static_graph=True"
             )
-        self.gradients.arrived(parameter)
-        came = self._came.get(parameter, 0) + 1
-        self._came[parameter] = came
-        if came == 1:
+        self.gradients.mark_ready(parameter)
+        count = self._counts.get(parameter, 0) + 1
+        self._counts[parameter] = count
+        if count == 1:
             self.order.append(parameter)
-        if came == self._expected[parameter]:
+        if count == self._expected[parameter]:
             self._missing[bucket] -= 1
-            if self._as_it_goes and (self.passes or not self.static):
+            if self._by_bucket and (self.passes or not self.static):
                 self._start_ready()
 
     def _begin(self) -> None:
@@ -134,7 +134,7 @@ class Reducer:
         self._missing = [0] * self._total
         for parameter, times in self._expected.items():
             self._missing[self._bucket[parameter]] += times > 0
-        self._came, self.order, self._works = {}, [], []
+        self._counts, self.order, self._works = {}, [], []
 
     def _start_ready(self, everything: bool = False) -> None:
         """Start buckets in order, up to the first one that lacks gradients or, with `everything`, all of them."""
@@ -155,18 +155,18 @@ class Reducer:
         unused = [p for p, times in self._expected.items() if times and p not in self._touched]
         if unused and not alone and not self.unused_allowed and not (self.static and not self.passes):
             raise CommunicationError(self._unused_message(unused))
-        self.gradients.settle()
-        at_once = self.gradients.at_once
-        if at_once is None:
+        self.gradients.copy_in()
+        flats = self.gradients.reduced_at_end
+        if flats is None:
             self._start_ready(everything=True)
             self.gradients.end(self._works)
         else:
-            for number, flat in enumerate(at_once):
+            for number, flat in enumerate(flats):
                 self.gradients.reduction.sum(flat, number, None, background=False)
         if self.factor != 1.0:
             self.gradients.scale(self.factor)
         if self.static and not self.passes and not alone:
-            self._expected = {p: self._came.get(p, 0) for p in self._bucket}
+            self._expected = {p: self._counts.get(p, 0) for p in self._bucket}
         if self._forget:
             for parameter in self._unused_by_all(self._touched, self.gradients.reduction.comm):
                 parameter.grad = None
@@ -201,9 +201,9 @@ class Reducer:
         """Return the error message about parameters that got no gradient."""
         names = [self.names[p] for p in unused]
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        mend = (
-            "they had one in the first, and static_graph=True says that all are alike; leave it out"
+        fix = (
+            "they had one in the first, and static_graph=True requires the same in every pass; remove static_graph=True"
             if self.static
             else "use them in the loss, or set find_unused_parameters=True"
         )
-        return f"{len(names)} parameters got no gradient in this backward pass: {shown}; {mend}"
+        return f"{len(names)} parameters got no gradient in this backward pass: {shown}; {fix}"

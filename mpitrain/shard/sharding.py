@@ -32,10 +32,10 @@ from mpitrain.shard.flat import MULTIPLE, FlatGroup, flat_groups, in_backward_or
 from mpitrain.shard.flat_parameters import (
     FlatParameter,
     GradientOf,
-    begin_states,
-    hand_over,
     has_stepped,
+    init_states,
     is_elementwise,
+    replace_parameters,
     replicated_flat_parameters,
     sharded_flat_parameters,
 )
@@ -99,27 +99,27 @@ class Sharding:
         kind = config.comm.compression
         self.compression = None if kind == "none" else from_name(kind)
         self._staged = division.pipeline is not None  # gradients of pipeline stages are added up without backward hooks
-        self._made: list[Communicator] = []
+        self._communicators: list[Communicator] = []
         folder = self.parallel.offload
         self.files = MappedFiles(Path(folder)) if folder not in ("", HOST) else None
-        self.shard, self.replicas = self._ranks()
+        self.shard, self.replicas = self._split_ranks()
         self.share: int | None = self.shard.rank
         names = {p: name for name, p in module.named_parameters()}
         trained = in_backward_order(module)
         if not trained:
-            raise refusal("the model has no parameter to train; let some require a gradient")
+            raise refusal("the model has no parameter to train; set requires_grad=True for some")
         self.owners = {p: division.owner(name, p) for p, name in names.items()}
         for p, owner in self.owners.items():
             if division.copies(owner, comm) != [comm]:
                 raise refusal(
-                    f"{names[p]} is divided along an axis of the ranks that sum gradients, and each of these has to "
-                    "have all of it; divide it along an axis that divides layers"
+                    f"{names[p]} is divided over ranks that sum gradients, but each of these ranks needs all of it; "
+                    "divide it along an axis that divides layers"
                 )
         for p in trained if self.stage.states else ():
             self.owners[p] = replace(self.owners[p], shared=True)
         self.groups, self.parameters = self._place_parameters(trained)
         if any(p.requires_grad and p not in names for group in optimizer.param_groups for p in group["params"]):
-            raise refusal("the optimizer has parameters that are not the model's; give it those alone")
+            raise refusal("the optimizer has parameters that are not the model's; pass it only the model's")
         self.gradients = gradients = self._place_gradients()
         whose = None if self._staged else module  # split backward computes weight gradients later
         self.reducer = Reducer(gradients, names, whose, unused_allowed=True, forget_unused=not self.stage.states)
@@ -127,21 +127,21 @@ class Sharding:
             self.reducer.used = set()
         self.flat_parameters = self._flat_parameters(lambda p: self.owners[p].is_owner)
         if self.stage.states or any(s.stored is not None for s in self.flat_parameters):
-            hand_over(optimizer, self.flat_parameters)
+            replace_parameters(optimizer, self.flat_parameters)
         elif not has_stepped(optimizer):
-            begin_states(optimizer)  # for parameters that were divided after the optimizer was constructed
+            init_states(optimizer)  # for parameters that were divided after the optimizer was constructed
         device, parallel = self.groups[0].device, self.parallel
         self.host: HostUpdate | None = None
         if (parallel.offload or parallel.offload_parameters) and is_accelerator(device):
             self.host = HostUpdate(self.flat_parameters, device, lambda: self.reducer.last)
-            gradients.reduced = self.host.reduced
+            gradients.on_reduced = self.host.copy_bucket
 
     @property
     def stage(self) -> ZeroStage:
         """Placements of the configured stage of ZeRO."""
         return STAGES[self.parallel.zero]
 
-    def _ranks(self) -> tuple[Communicator, Communicator | None]:
+    def _split_ranks(self) -> tuple[Communicator, Communicator | None]:
         """Return the ranks that shares are divided over, and the ranks with the same share as this one. Collective."""
         comm = self.comm
         if not self.stage.states or comm.size == 1:
@@ -150,7 +150,9 @@ class Sharding:
             node = self._split(comm.node, 0, "shard")
             replicas = self._split(comm.local_rank, 0, "replicas")
             if shard_order(comm) is None:
-                raise refusal("sharding within nodes needs as many ranks on each node; start them so")
+                raise refusal(
+                    "parallel.shard_within node needs the same number of ranks on each node; start the job that way"
+                )
             return node, replicas if replicas.size > 1 else None
         order = shard_order(comm)
         if comm.num_nodes > 1 and order is not None and self.parallel.share_node:
@@ -160,7 +162,7 @@ class Sharding:
     def _split(self, color: int, key: int, name: str) -> Communicator:
         """Return a communicator of the ranks that pass the same color, freed by `close`. Collective."""
         communicator = self.comm.split(color, key, label=f"{self.comm.label}/{name}")
-        self._made.append(communicator)
+        self._communicators.append(communicator)
         return communicator
 
     def _place_parameters(self, trained: list[nn.Parameter]) -> tuple[list[FlatGroup], Parameters]:
@@ -174,7 +176,7 @@ class Sharding:
         groups = flat_groups(trained, bucket_mb, parts, multiple)
         asked = parallel.offload_parameters
         offload = asked if is_elsewhere(asked, on_device) else ""
-        placed = self._on_node(groups) if self.stage.states and not offload else None
+        placed = self._share_on_node(groups) if self.stage.states and not offload else None
         one_copy, staged = placed is not None, self._staged
         if why := conflict(
             parallel.zero, shard.size, staged=staged, one_copy=one_copy, offload=asked, on_device=on_device
@@ -194,7 +196,7 @@ class Sharding:
             self.module, units, groups, shard, reshard_after_forward=parallel.reshard, offload=offload
         )
 
-    def _on_node(self, groups: list[FlatGroup]) -> NodeParameters | None:
+    def _share_on_node(self, groups: list[FlatGroup]) -> NodeParameters | None:
         """Return one copy of the parameters per node; None if memory cannot or must not be shared. Collective."""
         comm = self.comm
         on_device, even = any(is_accelerator(g.device) for g in groups), shard_order(comm) is not None
@@ -225,15 +227,15 @@ class Sharding:
             reproducible=reproducible or self._staged,
         )
         if self.stage.gradients and not reproducible:
-            taken = self.parameters.gradients_taken if self.parameters.gathers else None
-            return ShardedGradients(self.groups, reduction, dtype=self.reduce_dtype, taken=taken)
+            on_copied = self.parameters.mark_copied if self.parameters.gathers else None
+            return ShardedGradients(self.groups, reduction, dtype=self.reduce_dtype, on_copied=on_copied)
         return WholeGradients(self.groups, reduction, sharded=self.stage.states, dtype=self.reduce_dtype)
 
     def _flat_parameters(self, is_owner: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
         """Return the flat parameters that this rank's optimizer updates."""
         on_host = bool(self.parallel.offload)  # also on the way to files
         if self.stage.states:
-            share_of, gradient = self.parameters.own, self.gradients.own
+            share_of, gradient = self.parameters.local_view, self.gradients.local_view
             return sharded_flat_parameters(
                 self.optimizer,
                 self.groups,
@@ -260,9 +262,9 @@ class Sharding:
             for b in range(group.layout.buckets):
                 lo, hi = group.layout.share(b, self.shard.rank if self.stage.states else 0)
                 if lo < hi:
-                    yield self.gradients.own(g, lo, hi)
+                    yield self.gradients.local_view(g, lo, hi)
 
-    def set_apart(self, unused: Set[nn.Parameter]) -> None:
+    def separate_unused(self, unused: Set[nn.Parameter]) -> None:
         """Divide flat parameters so that none of them contains both unused and used parameters."""
         for flat in list(self.flat_parameters) if unused else ():
             self.divide(flat, [p in unused for p, *_ in flat.contents])
@@ -281,7 +283,7 @@ class Sharding:
             return [flat]
         optimizer = self.optimizer
         if self.files is not None:
-            self.files.take(flat, optimizer.state[flat.value])
+            self.files.move_states(flat, optimizer.state[flat.value])
         pieces, state = flat.pieces(keys), optimizer.state.pop(flat.value, {})
         for piece, part in pieces if state else ():
             optimizer.state[piece.value] = {key: _part_of(of, flat.value, part) for key, of in state.items()}
@@ -292,11 +294,11 @@ class Sharding:
         at = next(n for n, other in enumerate(self.flat_parameters) if other is flat)
         self.flat_parameters[at : at + 1] = flat_pieces
         if self.host is not None:
-            self.host.follow(self.flat_parameters)
+            self.host.set_flat_parameters(self.flat_parameters)
         for each in getattr(optimizer, "parts", [optimizer]):
             if getattr(each, "gather", None) is not None:
                 in_groups = {value for group in each.param_groups for value in group["params"]}
-                each.gather.follow([other for other in self.flat_parameters if other.value in in_groups])
+                each.gather.set_flat_parameters([other for other in self.flat_parameters if other.value in in_groups])
         return flat_pieces
 
     def close(self) -> None:
@@ -304,8 +306,8 @@ class Sharding:
         self.reducer.close()
         self.parameters.free()
         self.gradients.free()
-        while self._made:
-            self._made.pop().free()
+        while self._communicators:
+            self._communicators.pop().free()
 
 
 def _part_of(state: Any, value: torch.Tensor, part: slice) -> Any:

@@ -37,16 +37,16 @@ class Updater:
         self, sharding: Sharding, axes: Sequence[Communicator] = (), dividing: Sequence[Communicator] = ()
     ) -> None:
         self._sharding, self._axes = sharding, list(axes)
-        self._at_once = _let_gather(sharding, dividing)  # such an optimizer needs equally many steps on every rank
+        self._one_round = _set_gathers(sharding, dividing)  # such an optimizer needs equally many steps on every rank
         # true if this rank counts every parameter of its groups, so that the norm is over all gradients
         owned = {p for s in sharding.flat_parameters if s.is_owner for p, *_ in s.contents}
-        self._all = owned == {p for group in sharding.groups for p in group.parameters}
+        self._owns_all = owned == {p for group in sharding.groups for p in group.parameters}
         self._unused: set[nn.Parameter] = set()  # parameters that no rank used in this step
         self._parts = self._parts_of_norm()
         self._on_device = all(is_accelerator(s.value.device) for s in sharding.flat_parameters)
 
     @property
-    def skips(self) -> bool:
+    def can_skip(self) -> bool:
         """If true, the device can divide gradients or skip the update by scalars that the host does not know yet.
 
         Fused Adam and AdamW can do so if their parameters are on the device. (Fused SGD cannot: if its first update is
@@ -66,7 +66,7 @@ class Updater:
         """
         sharding = self._sharding
         self._unused = sharding.reducer.take_unused(sharding.comm)
-        sharding.set_apart(self._unused)
+        sharding.separate_unused(self._unused)
         if sharding.host is not None:
             sharding.host.begin()
         if sharding.config.run.reproducible:
@@ -76,7 +76,9 @@ class Updater:
         ]
         total = torch.zeros(1, dtype=torch.float64, device=sharding.groups[0].device)
         if gradients:
-            total += torch.stack(torch._foreach_norm(gradients, 2, dtype=_wide(*gradients))).double().square_().sum()
+            total += (
+                torch.stack(torch._foreach_norm(gradients, 2, dtype=_wide_dtype(*gradients))).double().square_().sum()
+            )
         if self._parts or sharding.stage.states:  # the other ranks of the shard have summed other gradients
             sharding.shard.all_reduce(total)
         for axis in self._axes:
@@ -89,7 +91,7 @@ class Updater:
         The gaps between gradients are zeros and do not change the norm.
         """
         sharding, shard = self._sharding, self._sharding.shard
-        if sharding.stage.states or shard.size == 1 or not self._all:
+        if sharding.stage.states or shard.size == 1 or not self._owns_all:
             return []
         pairs = zip(sharding.groups, sharding.gradients.flat, strict=True)
         buckets = [bucket for group, flat in pairs for bucket in group.buckets(flat)]
@@ -112,15 +114,15 @@ class Updater:
         return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
 
     @torch.no_grad()
-    def apply_unless(self, wrong: torch.Tensor, divisor: torch.Tensor) -> None:
-        """Update with the gradients divided by `divisor`, unless `wrong` is 1; the device decides. Collective.
+    def apply_unless(self, found_inf: torch.Tensor, divisor: torch.Tensor) -> None:
+        """Update with the gradients divided by `divisor`, unless `found_inf` is 1; the device decides. Collective.
 
         Args:
-            wrong: float32 scalar on the device, which must support this (see `skips`).
+            found_inf: float32 scalar on the device, which must support this (see `can_skip`).
             divisor: float32 scalar on the device.
         """
         optimizer: Any = self._sharding.optimizer
-        optimizer.found_inf, optimizer.grad_scale = wrong, divisor
+        optimizer.found_inf, optimizer.grad_scale = found_inf, divisor
         try:
             self.apply(1.0)
         finally:
@@ -133,7 +135,7 @@ class Updater:
         if host is not None:
             host.before_update()
         every = self._sharding.flat_parameters
-        for chosen in [every] if self._at_once else _rounds(every, self._sharding.files is not None):
+        for chosen in [every] if self._one_round else _rounds(every, self._sharding.files is not None):
             for flat_parameter in chosen:
                 flat_parameter.value.grad = self._gradient(flat_parameter, factor)
             optimizer_step(optimizer)
@@ -142,7 +144,7 @@ class Updater:
                     flat_parameter.value.grad = None
                 flat_parameter.store() if host is None else host.store(flat_parameter)
                 if self._sharding.files is not None:
-                    self._sharding.files.take(flat_parameter, optimizer.state[flat_parameter.value])
+                    self._sharding.files.move_states(flat_parameter, optimizer.state[flat_parameter.value])
         if host is not None:
             host.end()
         self._sharding.parameters.publish()
@@ -154,13 +156,13 @@ class Updater:
         """
         host = self._sharding.host
         gradient = flat_parameter.gradient() if host is None else host.gradient(flat_parameter)
-        if gradient is None or flat_parameter.unused(self._unused):
+        if gradient is None or flat_parameter.is_unused(self._unused):
             return None
         gradient = gradient.to(flat_parameter.value)
         return gradient.mul_(factor) if factor != 1.0 else gradient
 
 
-def _let_gather(sharding: Sharding, dividing: Sequence[Communicator]) -> bool:
+def _set_gathers(sharding: Sharding, dividing: Sequence[Communicator]) -> bool:
     """Set `gather` of the optimizers that need whole parameters, and return whether there are any. Collective.
 
     Args:
@@ -171,7 +173,7 @@ def _let_gather(sharding: Sharding, dividing: Sequence[Communicator]) -> bool:
         p for p in getattr(sharding.optimizer, "parts", [sharding.optimizer]) if isinstance(p, Muon | TrustRatios)
     ]
     if optimizers and len(dividing) > 1:
-        raise refusal(f"{type(optimizers[0]).__name__} needs whole parameters, and several axes divide them; use adamw")
+        raise refusal(f"{type(optimizers[0]).__name__} needs whole parameters, but several axes divide them; use adamw")
     axis = dividing[0] if dividing else None
     for part in optimizers:
         values = {value for group in part.param_groups for value in group["params"]}
@@ -187,7 +189,7 @@ def _squares_of_rows(x: torch.Tensor) -> torch.Tensor:
     has a fixed order. The length of a row is a power of two.
     """
     if not is_accelerator(x.device):
-        return torch.linalg.vector_norm(x, dim=1, dtype=_wide(x)).double().square_()
+        return torch.linalg.vector_norm(x, dim=1, dtype=_wide_dtype(x)).double().square_()
     x = x.double().square_()
     while x.shape[1] > 1:
         half = x.shape[1] // 2
@@ -195,7 +197,7 @@ def _squares_of_rows(x: torch.Tensor) -> torch.Tensor:
     return x[:, 0]
 
 
-def _wide(*gradients: torch.Tensor) -> torch.dtype:
+def _wide_dtype(*gradients: torch.Tensor) -> torch.dtype:
     """Return the dtype in which the squares of these gradients are summed."""
     return torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
 

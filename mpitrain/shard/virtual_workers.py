@@ -63,13 +63,13 @@ class VirtualWorkers:
             return VirtualWorkers(rank, ranks, ranks)
         if workers & (workers - 1) or workers % ranks:
             raise refusal(
-                f"run.reproducible needs run.workers to be a power of two and a multiple of the data-parallel ranks, "
-                f"but there are {workers} and {ranks}; change one of them"
+                "run.reproducible needs run.workers to be a power of two and a multiple of the data-parallel ranks, "
+                f"but there are {workers} workers and {ranks} ranks; change one of them"
             )
         return VirtualWorkers(rank, ranks, workers)
 
     @property
-    def own(self) -> range:
+    def local_workers(self) -> range:
         """Numbers of this rank's virtual workers."""
         if self.idle:
             return range(0)
@@ -79,13 +79,13 @@ class VirtualWorkers:
     def share(self, size: int) -> tuple[int, int]:
         """Return this rank's samples [first, last) of a global batch of `size` samples."""
         bounds = split(size, self.count)
-        return bounds[self.own.start], bounds[self.own.stop]
+        return bounds[self.local_workers.start], bounds[self.local_workers.stop]
 
-    def within(self, size: int) -> list[tuple[int, int]]:
+    def worker_samples(self, size: int) -> list[tuple[int, int]]:
         """Return the samples [first, last) of each of this rank's workers, counted from the rank's first sample."""
         bounds = split(size, self.count)
-        start = bounds[self.own.start]
-        return [(bounds[worker] - start, bounds[worker + 1] - start) for worker in self.own]
+        start = bounds[self.local_workers.start]
+        return [(bounds[worker] - start, bounds[worker + 1] - start) for worker in self.local_workers]
 
     def rounds(self, size: int, microbatch: int) -> int:
         """Return the largest number of microbatches of any rank.
@@ -96,7 +96,7 @@ class VirtualWorkers:
         """
         return max(self._microbatches(size, microbatch))
 
-    def even(self, size: int, microbatch: int) -> bool:
+    def is_even(self, size: int, microbatch: int) -> bool:
         """Return whether all ranks have the same number of microbatches.
 
         Args:
@@ -114,16 +114,16 @@ class VirtualWorkers:
             synchronous: If true, ranks compute batch norms together.
             gathers: If true, ranks gather parameters when they need them.
         """
-        if synchronous and not self.even(size, microbatch):
+        if synchronous and not self.is_even(size, microbatch):
             return (
-                f"BatchNorm needs as many microbatches on each rank as on any other, which {size} samples are not on "
-                f"{self.ranks} ranks; make train.batch, and each of train.batch_warmup, a multiple of the ranks, "
-                "and of train.microbatch on each of them"
+                f"BatchNorm needs the same number of microbatches on each rank, but {size} samples on {self.ranks} "
+                "ranks give different numbers; make train.batch, and each batch of train.batch_warmup, a multiple of "
+                "the ranks, and the part of each rank a multiple of train.microbatch"
             )
         if gathers and size < self.ranks:
             return (
                 f"a batch of {size} samples leaves some of {self.ranks} ranks without one, but sharded parameters "
-                "need all ranks to compute; raise train.batch, and each of train.batch_warmup"
+                "need all ranks to compute; increase train.batch, and each batch of train.batch_warmup"
             )
         return ""
 
@@ -145,7 +145,7 @@ class VirtualWorkers:
             Function that waits for the device of `values` and returns the sums; NaN where a number is not finite.
         """
         everyone = values.new_zeros((self.count, *values.shape[1:]))
-        everyone[self.own.start : self.own.stop] = values
+        everyone[self.local_workers.start : self.local_workers.stop] = values
         comm.all_reduce(everyone)
         fetched = device.start_copy_to_host(everyone)
         return lambda: [_sum(numbers) for numbers in fetched().T.tolist()]
@@ -178,7 +178,7 @@ class TreeSum:
             last: If true, this is the rank's last worker.
         """
         self._workers += 1
-        self._gradients.settle()
+        self._gradients.copy_in()
         finished = self._workers
         while finished % 2 == 0:  # like carrying in a binary counter
             for flat, earlier in zip(self._flat, self._waiting.pop(), strict=True):

@@ -209,7 +209,7 @@ def _tasks(plan: _Plan, copy: Callable[[], object], cores: list[int]) -> Iterato
 
 
 def _seconds(call: Callable[[], object], interval: float, clock: Callable[[], float]) -> list[float]:
-    """Return seconds per call by the given clock, one value per stretch of calls, for about `interval` seconds."""
+    """Return seconds per call by the given clock, one value per group of calls, for about `interval` seconds."""
     call()
     taken, count, end = list[float](), 1, time.perf_counter() + interval
     while not taken or time.perf_counter() < end:

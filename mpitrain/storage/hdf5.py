@@ -67,7 +67,7 @@ class Image(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         count = max(0, min(len(buffer), self.size - self._position))
-        for number, at, done, length in self._stretches(count):
+        for number, at, done, length in self._intervals(count):
             page = self._pages.get(number)
             buffer[done : done + length] = page[at : at + length] if page is not None else bytes(length)
         self._position += count
@@ -75,14 +75,14 @@ class Image(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        for number, at, done, length in self._stretches(len(view)):
+        for number, at, done, length in self._intervals(len(view)):
             page = self._pages.setdefault(number, bytearray(_PAGE))
             page[at : at + length] = view[done : done + length]
         self._position += len(view)
         self.size = max(self.size, self._position)
         return len(view)
 
-    def _stretches(self, count: int) -> Iterator[tuple[int, int, int, int]]:
+    def _intervals(self, count: int) -> Iterator[tuple[int, int, int, int]]:
         done = 0
         while done < count:
             number, at = divmod(self._position + done, _PAGE)

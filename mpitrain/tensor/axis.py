@@ -56,8 +56,9 @@ if TYPE_CHECKING:
 _HEADER = struct.Struct("6q")  # operation, dtype, tag, elements per index of the dimension, indices, bytes
 _HEADER_BYTES = 64
 _FIRST_CAPACITY = 1 << 20  # bytes of a slot at first
-_DIRECT = 16 << 10  # bytes up to which each of more than two ranks sums the whole tensor: one barrier instead of three
-_MOST_VIEWS = 1024
+# bytes up to which each of more than two ranks sums the whole tensor: one barrier instead of three
+_MAX_DIRECT = 16 << 10
+_MAX_VIEWS = 1024
 _SUM, _GATHER, _SCATTER = 1, 2, 3
 _NAMES = {_SUM: "all-reduce", _GATHER: "all-gather", _SCATTER: "reduce-scatter"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32)
@@ -70,7 +71,7 @@ def sums_directly(ranks: int, nbytes: int) -> bool:
         ranks: Number of ranks of the axis.
         nbytes: Bytes of the vector.
     """
-    return ranks == 2 or nbytes <= _DIRECT
+    return ranks == 2 or nbytes <= _MAX_DIRECT
 
 
 class Axis:
@@ -197,7 +198,9 @@ class Axis:
         parts = [part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)]
         return torch.cat(parts, dim), list(lengths)
 
-    def _exchange(self, operation: int, x: torch.Tensor, dim: int, tag: int, taken: int) -> list[torch.Tensor] | None:
+    def _exchange(
+        self, operation: int, x: torch.Tensor, dim: int, tag: int, read_bytes: int
+    ) -> list[torch.Tensor] | None:
         """Show this rank's x to all ranks in shared memory, and return views of every rank's x. Collective.
 
         Args:
@@ -205,8 +208,8 @@ class Axis:
             x: Tensor of this rank.
             dim: Dimension.
             tag: Tag that must be the same on all ranks.
-            taken: Bytes that the caller then reads from the others' memory; for an all-gather, that the others read
-                from this.
+            read_bytes: Bytes that the caller then reads from the others' memory; for an all-gather, that the others
+                read from this.
 
         Returns:
             Views that are valid until the exchange after the next one; None if the ranks share no memory.
@@ -224,7 +227,7 @@ class Axis:
             if nbytes <= slots.capacity:
                 slots.view(turn, self.rank, x.shape, x.dtype).copy_(x)
             slots.headers[turn][self.rank][:] = mine
-            slots.alternating.meet(taken * (nbytes <= slots.capacity))
+            slots.alternating.meet(read_bytes * (nbytes <= slots.capacity))
             raw_headers = [bytes(header) for header in slots.headers[turn]]
             if all(header == mine for header in raw_headers) and nbytes <= slots.capacity:
                 return [slots.view(turn, rank, x.shape, x.dtype) for rank in range(self.size)]
@@ -249,8 +252,9 @@ class Axis:
             # a rank with length 0 along the dimension does not know the elements per index
             if not fits or (header[3] != first[3] and not (of_any_length and 0 in (header[4], first[4]))):
                 raise CommunicationError(
-                    f"tensor axis {self.comm.label}: rank {rank} brings {_told(header)}, rank 0 {_told(first)}; feed "
-                    "all ranks of the tensor axis the same samples, and run the same layers in the same order",
+                    f"tensor axis {self.comm.label}: rank {rank} passes {_describe(header)}, but rank 0 passes "
+                    f"{_describe(first)}; give all ranks of the tensor axis the same samples, and run the same layers "
+                    "in the same order",
                     agreed=True,
                 )
 
@@ -286,7 +290,7 @@ class _Slots:
         key = (turn, rank, shape, dtype)
         view = self._views.get(key)
         if view is None:
-            if len(self._views) >= _MOST_VIEWS:
+            if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             nbytes = torch.Size(shape).numel() * dtype.itemsize
             area = self.alternating.slots[turn][rank][_HEADER_BYTES : _HEADER_BYTES + nbytes]
@@ -301,7 +305,7 @@ def _with_length(shape: Sequence[int], dim: int, length: int) -> torch.Size:
     return torch.Size(changed)
 
 
-def _told(header: tuple[int, ...]) -> str:
+def _describe(header: tuple[int, ...]) -> str:
     """Return the description of a rank's header, for messages."""
     operation, dtype, tag, rest, length, _ = header
     name = str(_DTYPES[dtype]).removeprefix("torch.")
@@ -331,7 +335,7 @@ def copy(x: torch.Tensor, axis: Axis) -> torch.Tensor:
         x: Tensor that all ranks have.
         axis: Ranks of the tensor axis.
     """
-    return _exchanged(x, axis, lambda x: (x.view_as(x), axis.all_reduce))
+    return _apply_exchange(x, axis, lambda x: (x.view_as(x), axis.all_reduce))
 
 
 def reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -341,7 +345,7 @@ def reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
         x: Tensor of the same shape and dtype on all ranks.
         axis: Ranks of the tensor axis.
     """
-    return _exchanged(x, axis, lambda x: (axis.all_reduce(x), lambda grad: grad))
+    return _apply_exchange(x, axis, lambda x: (axis.all_reduce(x), lambda grad: grad))
 
 
 def gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
@@ -357,7 +361,7 @@ def gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         whole, lengths = axis.all_gather(x, dim)
         return whole, lambda grad: grad.narrow(dim, sum(lengths[: axis.rank]), lengths[axis.rank])
 
-    return _exchanged(x, axis, forward)
+    return _apply_exchange(x, axis, forward)
 
 
 def scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
@@ -368,7 +372,7 @@ def scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         axis: Ranks of the tensor axis.
         dim: Dimension that is divided.
     """
-    return _divided(x, axis, dim, lambda x: axis.own(x, dim).contiguous())
+    return _apply_scatter(x, axis, dim, lambda x: axis.own(x, dim).contiguous())
 
 
 def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
@@ -386,7 +390,7 @@ def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         whole, lengths = axis.all_gather(x, dim)
         return whole, lambda grad: axis.reduce_scatter(grad, dim, lengths)
 
-    return _exchanged(x, axis, forward)
+    return _apply_exchange(x, axis, forward)
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
@@ -399,16 +403,16 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         axis: Ranks of the tensor axis.
         dim: Dimension that is divided.
     """
-    return _divided(x, axis, dim, lambda x: axis.reduce_scatter(x, dim))
+    return _apply_scatter(x, axis, dim, lambda x: axis.reduce_scatter(x, dim))
 
 
-def _divided(x: torch.Tensor, axis: Axis, dim: int, part: Map) -> torch.Tensor:
+def _apply_scatter(x: torch.Tensor, axis: Axis, dim: int, part: Map) -> torch.Tensor:
     """Return `part(x)`, this rank's part along `dim`; backward concatenates the gradients of all parts."""
     lengths = [hi - lo for lo, hi in pairwise(axis.bounds(x.shape[dim]))]
-    return _exchanged(x, axis, lambda x: (part(x), lambda grad: axis.all_gather(grad, dim, lengths=lengths)[0]))
+    return _apply_exchange(x, axis, lambda x: (part(x), lambda grad: axis.all_gather(grad, dim, lengths=lengths)[0]))
 
 
-def _exchanged(
+def _apply_exchange(
     x: torch.Tensor, axis: Axis, forward: Callable[[torch.Tensor], tuple[torch.Tensor, Map]]
 ) -> torch.Tensor:
     """Return the output of `forward`, which also returns the function for backward; on one rank, return x itself."""
@@ -440,16 +444,16 @@ class RngTracker:
         self._rank = rank
         self._opener: object = None
         self._seed = 0
-        self._before: list[tuple[torch.device, torch.Tensor]] = []  # (device, state to restore)
+        self._saved_states: list[tuple[torch.device, torch.Tensor]] = []  # (device, state to restore)
 
     @property
-    def _inside(self) -> bool:
+    def _is_switched(self) -> bool:
         """True if the generators are on the rank's own stream and no step or recompute has seeded them again.
 
         Only the CPU's generator is checked, because code that seeds or restores the device's generator also does so
         with that of the CPU.
         """
-        return bool(self._before) and torch.default_generator.initial_seed() == self._seed
+        return bool(self._saved_states) and torch.default_generator.initial_seed() == self._seed
 
     def enter(self, opener: object, device: torch.device) -> None:
         """Switch to the rank's own stream, unless the generators are already on it.
@@ -458,12 +462,12 @@ class RngTracker:
             opener: Module that switches the stream (see `leave`).
             device: Device whose generator is switched in addition to that of the CPU.
         """
-        if self._inside:
+        if self._is_switched:
             return
         drawn = int(torch.empty((), dtype=torch.int64).random_())
         self._opener = opener
         ours = [devices.CPU, device] if devices.is_accelerator(device) else [devices.CPU]
-        self._before = [(of, devices.generator_state(of)) for of in ours]
+        self._saved_states = [(of, devices.generator_state(of)) for of in ours]
         self._seed = (drawn + self._rank) & ((1 << 63) - 1)
         for of in ours:
             devices.seed_generator(of, self._seed)
@@ -476,6 +480,6 @@ class RngTracker:
                 any case.
         """
         if opener is None or opener is self._opener:
-            for device, state in self._before if self._inside else ():
+            for device, state in self._saved_states if self._is_switched else ():
                 devices.set_generator_state(device, state)
-            self._opener, self._before = None, []
+            self._opener, self._saved_states = None, []

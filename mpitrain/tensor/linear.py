@@ -46,7 +46,7 @@ from mpitrain.layout.boxes import Box, Slice, compose, divided_by, logical_of, m
 from mpitrain.tensor.axis import Axis, all_gather, copy, gather, reduce, reduce_scatter, scatter
 
 SEQUENCE = -2  # dimension of the sequence
-Keeping = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class _ParallelLinear(nn.Module):
@@ -117,7 +117,7 @@ class ColumnParallelLinear(_ParallelLinear):
         if not (isinstance(column_input, ColumnInput) and column_input.is_for(x)):
             column_input = ColumnInput(x, self.axis, self.sequence)
             self.axis.column_input = column_input if self.paired else None
-        with saved_tensors_hooks(*column_input.keeping) if column_input.keeping else nullcontext():
+        with saved_tensors_hooks(*column_input.saved_hooks) if column_input.saved_hooks else nullcontext():
             y = functional.linear(column_input.whole, self.weight.t() if self.transposed else self.weight, self.bias)
         if self.gather_output:
             return gather(y, self.axis, -1)
@@ -190,36 +190,36 @@ class ColumnInput:
 
     Attributes:
         whole: Whole input; with `sequence`, gathered from the ranks' parts.
-        keeping: Hooks with which autograd saves the input, with `sequence`; otherwise None.
+        saved_hooks: Hooks with which autograd saves the input, with `sequence`; otherwise None.
     """
 
     def __init__(self, x: torch.Tensor, axis: Axis, sequence: bool) -> None:
         self._x, self._version, self._graph = x, x._version, torch.is_grad_enabled()
-        self.keeping: Keeping | None = None
+        self.saved_hooks: SavedTensorHooks | None = None
         if not sequence or axis.size == 1:
             self.whole = copy(x, axis)
             return
         if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
             x = x.to(torch.get_autocast_dtype(x.device.type))  # as autocast would, but before the exchange
         self.whole = all_gather(x, axis, SEQUENCE)
-        self.keeping = _only_the_part(self.whole, x.detach(), axis)
+        self.saved_hooks = _save_part_hooks(self.whole, x.detach(), axis)
 
     def is_for(self, x: torch.Tensor) -> bool:
         """Return True if this input was made from `x` in the present grad mode, and `x` has not changed since."""
         return self._x is x and self._version == x._version and self._graph == torch.is_grad_enabled()
 
 
-def _only_the_part(whole: torch.Tensor, part: torch.Tensor, axis: Axis) -> Keeping:
+def _save_part_hooks(whole: torch.Tensor, part: torch.Tensor, axis: Axis) -> SavedTensorHooks:
     """Return hooks by which autograd saves this rank's part instead of the whole, and gathers it in backward."""
     storage, numel, tag = whole.untyped_storage()._cdata, whole.numel(), axis.new_tag()  # fake tensors have no address
 
-    def keep(saved: torch.Tensor) -> Any:
+    def pack(saved: torch.Tensor) -> Any:
         return saved.shape if saved.numel() == numel and saved.untyped_storage()._cdata == storage else saved
 
-    def bring(kept: Any) -> torch.Tensor:
-        return axis.all_gather(part, SEQUENCE, tag)[0].view(kept) if isinstance(kept, torch.Size) else kept
+    def unpack(packed: Any) -> torch.Tensor:
+        return axis.all_gather(part, SEQUENCE, tag)[0].view(packed) if isinstance(packed, torch.Size) else packed
 
-    return keep, bring
+    return pack, unpack
 
 
 class ColumnParallelLora(ColumnParallelLinear):
@@ -269,8 +269,8 @@ def _parts_of(adapter: LoraLinear, axis: Axis) -> LinearParts:
     """Return the parts of the layer under an adapter. Raises InputError if dropout would differ between the ranks."""
     if adapter.dropout and axis.size > 1:
         raise refusal(
-            f"model.lora_dropout {adapter.dropout} would draw other numbers on each tensor rank; set it to 0, or "
-            "parallel.tensor to 1"
+            f"model.lora_dropout {adapter.dropout} would draw different random numbers on each tensor rank; set it to "
+            "0, or parallel.tensor to 1"
         )
     parts = linear_parts(adapter)
     assert parts is not None
@@ -342,7 +342,7 @@ def _boxes(
     if len(set(sections)) == 1:
         return (Box.along([*shape[:dim], len(sections), sections[0], *shape[dim + 1 :]], dim + 1, *ranges[0]),)
     if dim != 0:
-        raise ValueError("only the first dimension can have sections that are not equal")
+        raise ValueError("sections of different lengths are possible only along the first dimension")
     return tuple(Box.along(shape, 0, start, stop) for start, stop in ranges)
 
 
@@ -380,13 +380,13 @@ def column_features(
     if sections is None:
         if _UNKNOWN_ORDER.search(last):
             raise refusal(
-                f"{name}: its name does not tell the order of its parts; say Column(sections=3, heads=...) for [3, "
-                "heads, head_dim], Column(sections=1, heads=...) for [heads, 3, head_dim]"
+                f"{name}: its name does not show the order of its parts; plan Column(sections=3, heads=...) for [3, "
+                "heads, head_dim], or Column(sections=1, heads=...) for [heads, 3, head_dim]"
             )
         sections = _fused_sections(width, parent) if _FUSED.search(last) else 1
     if isinstance(sections, int):
         if width % sections:
-            raise refusal(f"{name} has {width} outputs, not {sections} equal parts; give their sizes")
+            raise refusal(f"{name} has {width} outputs, not {sections} equal parts; pass the sizes of the parts")
         sections = [width // sections] * sections
     elif sum(sections) != width:
         raise refusal(
@@ -394,8 +394,8 @@ def column_features(
         )
     if len(sections) > 1 and _FUSED.search(last) and not heads and _head_size(parent, sections[0]) is None:
         raise refusal(
-            f"{name} is fused, but {type(parent).__name__} has no attribute that tells its heads; say "
-            "Column(sections=3, heads=...)"
+            f"{name} is fused, but {type(parent).__name__} has no attribute with the number of heads; "
+            "plan Column(sections=3, heads=...)"
         )
     return in_heads(name, sections, parent, ranks, heads)
 
@@ -419,9 +419,11 @@ def in_heads(name: str, sections: Sequence[int], parent: nn.Module, ranks: int, 
     for section in sections:
         count, rest = divmod(section, unit)
         if rest or unit < 1:
-            raise refusal(f"{name}: {section} features are not heads of {unit}; give the right number of heads")
+            raise refusal(
+                f"{name}: {section} features are not a multiple of the head size {unit}; set the number of heads"
+            )
         if count % ranks:
-            raise _unshareable(name, count, ranks, "heads" if section == sections[0] else "key-value heads")
+            raise _uneven_heads_error(name, count, ranks, "heads" if section == sections[0] else "key-value heads")
     return Features(tuple(sections), unit)
 
 
@@ -443,12 +445,12 @@ def localize_heads(name: str, parent: nn.Module, ranks: int, planned: Sequence[s
     left = [key for key, child in parent.named_children() if linear_parts(child) is not None and key not in planned]
     if left:
         raise refusal(
-            f"{name}.{next(iter(counts))} counts the heads of all its linear layers, but the plan leaves "
-            f"{', '.join(left)} out; name them too"
+            f"{name}.{next(iter(counts))} is the number of heads of all its linear layers, but the plan omits "
+            f"{', '.join(left)}; add them to the plan"
         )
     for key, count in counts.items():
         if count % ranks:
-            raise _unshareable(f"{name}.{key}", count, ranks)
+            raise _uneven_heads_error(f"{name}.{key}", count, ranks)
     return {key: count // ranks for key, count in (counts | _numbers(parent, _WIDTHS)).items()}
 
 
@@ -473,12 +475,12 @@ def _numbers(parent: nn.Module, names: Sequence[str]) -> dict[str, int]:
     return {name: n for name, n in attributes.items() if isinstance(n, int) and not isinstance(n, bool) and n > 0}
 
 
-def _unshareable(name: str, heads: int, ranks: int, what: str = "heads") -> InputError:
+def _uneven_heads_error(name: str, heads: int, ranks: int, what: str = "heads") -> InputError:
     """Return the error that names suitable numbers of ranks and heads."""
     fitting = [n for n in range(1, heads + 1) if heads % n == 0]
     lower, upper = heads // ranks * ranks, -(-heads // ranks) * ranks
     near = f"{lower} or {upper}" if lower else f"{upper}"
     return refusal(
-        f"{name}: {heads} {what} cannot be shared evenly by {ranks} tensor ranks; use {one_of(fitting)} ranks, or "
+        f"{name}: {heads} {what} cannot be divided evenly over {ranks} tensor ranks; use {one_of(fitting)} ranks, or "
         f"{near} {what}"
     )

@@ -42,7 +42,7 @@ from mpitrain.errors import refusal
 from mpitrain.layout.boxes import logical_of
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.linear import ColumnParallelLinear, RowParallelLinear, localize_heads, sum_gradient
-from mpitrain.tensor.styles import STYLES, OfHeads, ParallelStyle, PlannedModule, Undivided
+from mpitrain.tensor.styles import STYLES, ParallelStyle, PerHead, PlannedModule, Undivided
 from mpitrain.tensor.vocabulary import VocabularyCrossEntropy, VocabularyParallelEmbedding
 
 if TYPE_CHECKING:
@@ -67,16 +67,16 @@ def plan_for(
     if given is None and not callable(listing):
         raise refusal(
             getattr(model, "undivided", "")
-            or f"{name} does not say how it is to be divided; give it a method tensor_plan() that returns "
+            or f"{name} does not define how to divide it; add a method tensor_plan() that returns "
             '{"*.up": "column", "*.down": "row", ...}, or set parallel.tensor to 1'
         )
     plan = dict(listing() if given is None else given)
     if sequence and getattr(model, "counts_positions", False):
-        raise refusal(f"{name} counts positions in what parallel.sequence divides; set that to false")
+        raise refusal(f"{name} counts positions along the sequence, which parallel.sequence divides; set that to false")
     styles = [STYLES.get(style) if isinstance(style, str) else style for style in plan.values()]
     if sequence and not any(style is not None and style.begins_sequence for style in styles):
         raise refusal(
-            f"parallel.sequence divides what is between an embedding and the head, and the plan of {name} names none; "
+            f"parallel.sequence divides activations from an embedding on, but the plan of {name} names no embedding; "
             "set parallel.sequence to false"
         )
     return plan
@@ -107,7 +107,7 @@ def parallelize(
         InputError: On all ranks: a pattern matches nothing, a module cannot be divided as planned, layers that share a
             parameter are divided differently, or a layer stays whole without the layers that depend on it.
     """
-    styles = without_whole(model, _matched(model, plan), whole, sequence) if whole else _matched(model, plan)
+    styles = without_whole(model, _match_plan(model, plan), whole, sequence) if whole else _match_plan(model, plan)
     axis = comm if isinstance(comm, Axis) else Axis(comm)
     scattered = any(style.begins_sequence and not style.by_vocabulary for style in styles.values())
     planned = [
@@ -127,11 +127,11 @@ def parallelize(
         if module in instead and instead[module] is not module:
             setattr(_parent(model, name), name.rpartition(".")[2], instead[module])
     if sequence:
-        _divide_the_rest(model, axis, {divided_modules[each.name]: style for each, style in planned})
+        _divide_other_modules(model, axis, {divided_modules[each.name]: style for each, style in planned})
     return model
 
 
-def _matched(model: nn.Module, plan: Mapping[str, str | ParallelStyle]) -> dict[str, ParallelStyle]:
+def _match_plan(model: nn.Module, plan: Mapping[str, str | ParallelStyle]) -> dict[str, ParallelStyle]:
     """Return the styles of the modules that match the plan, by name, in the model's order, each module once."""
     names = _all_names(model)
     every = [name for each in names.values() for name in each]
@@ -139,7 +139,9 @@ def _matched(model: nn.Module, plan: Mapping[str, str | ParallelStyle]) -> dict[
         if isinstance(style, str) and style not in STYLES:
             raise refusal(f"the plan's {pattern!r} is {style!r}, which is unknown; use one of {', '.join(STYLES)}")
         if not any(fnmatchcase(name, pattern) for name in every):
-            raise refusal(f"the plan's {pattern!r} matches no module of {type(model).__name__}{_meant(pattern, every)}")
+            raise refusal(
+                f"the plan's {pattern!r} matches no module of {type(model).__name__}{_suggest_name(pattern, every)}"
+            )
     chosen: dict[str, ParallelStyle] = {}
     for first, module_names in names.items():
         matches: dict[str, ParallelStyle] = {}
@@ -148,14 +150,15 @@ def _matched(model: nn.Module, plan: Mapping[str, str | ParallelStyle]) -> dict[
                 matches[pattern] = STYLES[style] if isinstance(style, str) else style
         if len(set(matches.values())) > 1:
             raise refusal(
-                f"{first} is matched by {' and '.join(map(repr, matches))} of the plan, which differ; make one narrower"
+                f"{first} is matched by {' and '.join(map(repr, matches))} of the plan, which have different styles; "
+                "make one pattern narrower"
             )
         if matches:
             chosen[first] = next(iter(matches.values()))
     split_outputs = [name for name, style in chosen.items() if style.needs_row]
     if split_outputs and not any(style.takes_parts for style in chosen.values()):
         raise refusal(
-            f"the plan divides the outputs of {split_outputs[0]}, but has no row layer that takes them; name one, or "
+            f"the plan divides the outputs of {split_outputs[0]}, but has no row layer that takes them; add one, or "
             "use Column(gather=True)"
         )
     return chosen
@@ -166,11 +169,11 @@ def _parent(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name.rpartition(".")[0])
 
 
-def _keep_ties(model: nn.Module, planned: Sequence[PlannedModule], made: Mapping[str, nn.Module]) -> None:
+def _keep_ties(model: nn.Module, planned: Sequence[PlannedModule], divided_modules: Mapping[str, nn.Module]) -> None:
     """Make parameters that were tied before the division tied afterwards. Raises InputError if that is impossible."""
     parts: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
     for each in planned:
-        module = made[each.name]
+        module = divided_modules[each.name]
         for key, old in each.module.named_parameters(recurse=False):
             part = getattr(module, key)
             if part is old:
@@ -178,7 +181,7 @@ def _keep_ties(model: nn.Module, planned: Sequence[PlannedModule], made: Mapping
             first, shared = parts.setdefault(old, (each.name, part))
             if logical_of(shared) != logical_of(part):
                 raise refusal(
-                    f"{first} and {each.name} share {key}, but the plan divides it differently; plan them alike"
+                    f"{first} and {each.name} share {key}, but the plan divides it differently; give them one style"
                 )
             setattr(module, key, shared)
     modules = {each.module for each in planned}
@@ -186,7 +189,7 @@ def _keep_ties(model: nn.Module, planned: Sequence[PlannedModule], made: Mapping
         for key, parameter in module.named_parameters(recurse=False):
             if module not in modules and parameter in parts:
                 raise refusal(
-                    f"{name} shares {key} with {parts[parameter][0]}, which the plan divides; plan {name} alike"
+                    f"{name} shares {key} with {parts[parameter][0]}, which the plan divides; give {name} that style"
                 )
 
 
@@ -198,15 +201,15 @@ def _replace_criterion(model: nn.Module, vocabulary: Sequence[PlannedModule]) ->
         criterion = getattr(model, "criterion", None)
         if criterion is None:
             raise refusal(
-                f"{each.name} leaves the scores divided, but {type(model).__name__} has no attribute `criterion` in "
-                "whose place the parallel cross-entropy could be put; give it one, or plan Column(gather=True)"
+                f"{each.name} leaves the scores divided, but {type(model).__name__} has no attribute `criterion` that "
+                "the parallel cross-entropy could replace; add one, or plan Column(gather=True)"
             )
         options: dict[str, Any] = {}
         if isinstance(criterion, nn.CrossEntropyLoss):
             if criterion.weight is not None or criterion.reduction != "mean":
                 raise refusal(
-                    "a cross-entropy with weights or without the mean cannot be divided; plan "
-                    f"{each.name} as Column(gather=True)"
+                    "a cross-entropy with class weights, or with another reduction than the mean, cannot be divided; "
+                    f"plan {each.name} as Column(gather=True)"
                 )
             options = {"ignore_index": criterion.ignore_index, "label_smoothing": criterion.label_smoothing}
         if getattr(criterion, "by_sample", False):
@@ -214,7 +217,7 @@ def _replace_criterion(model: nn.Module, vocabulary: Sequence[PlannedModule]) ->
         model.criterion = VocabularyCrossEntropy(each.axis, each.module.out_features, **options)
 
 
-def _divide_the_rest(model: nn.Module, axis: Axis, styles: Mapping[nn.Module, ParallelStyle]) -> None:
+def _divide_other_modules(model: nn.Module, axis: Axis, styles: Mapping[nn.Module, ParallelStyle]) -> None:
     """With a divided sequence, make norms and dropouts that the plan does not name work on a part of the sequence."""
     parallel = (ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding)
     for name, module in model.named_modules():
@@ -228,8 +231,8 @@ def _divide_the_rest(model: nn.Module, axis: Axis, styles: Mapping[nn.Module, Pa
         parameters = list(module.parameters(recurse=False))
         if parameters and not type(module).__name__.endswith("Norm"):
             raise refusal(
-                f"{name or type(model).__name__} has parameters, and the plan does not say whether it works on a part "
-                'of the sequence ("split") or on the whole ("whole"); name it'
+                f"{name or type(model).__name__} has parameters, but the plan does not define whether it works on a "
+                'part of the sequence ("split") or on the whole ("whole"); add it to the plan'
             )
         for parameter in parameters:
             sum_gradient(parameter, axis)
@@ -251,15 +254,15 @@ def without_whole(
             named, or `sequence` is true.
     """
     if sequence:
-        raise refusal("parallel.whole does not go with parallel.sequence; leave one of them out")
+        raise refusal("parallel.whole cannot be combined with parallel.sequence; remove one of them")
     names = _all_names(model)
-    divided = [name for name, style in styles.items() if not isinstance(style, Undivided | OfHeads)]
+    divided = [name for name, style in styles.items() if not isinstance(style, Undivided | PerHead)]
     left_whole: set[str] = set()
     for pattern in whole:
         matches = [each for each in divided if any(fnmatchcase(name, pattern) for name in names[each])]
         if not matches:
-            meant = _meant(pattern, divided) or "; leave it out"
-            raise refusal(f"parallel.whole {pattern!r} matches no layer that the plan divides{meant}")
+            hint = _suggest_name(pattern, divided) or "; remove it"
+            raise refusal(f"parallel.whole {pattern!r} matches no layer that the plan divides{hint}")
         left_whole.update(matches)
     users: dict[nn.Parameter, list[str]] = {}
     for name in divided:
@@ -269,9 +272,9 @@ def without_whole(
         for group in groups:
             if 0 < len(left_whole.intersection(group)) < len(group):
                 named, left = (next(name for name in group if (name in left_whole) is there) for there in (True, False))
-                raise refusal(f"parallel.whole names {named} and not {left}, which {why}; name both, or neither")
+                raise refusal(f"parallel.whole names {named} but not {left}, which {why}; name both, or neither")
     around = {name.rpartition(".")[0] for name in left_whole}  # whole attention has all heads on every rank
-    left_whole |= {each for each, of in styles.items() if isinstance(of, OfHeads) and each.rpartition(".")[0] in around}
+    left_whole |= {each for each, of in styles.items() if isinstance(of, PerHead) and each.rpartition(".")[0] in around}
     return {name: style for name, style in styles.items() if name not in left_whole}
 
 
@@ -284,7 +287,7 @@ def _all_names(model: nn.Module) -> dict[str, list[str]]:
     return {names[0]: names for names in names_of.values()}
 
 
-def _meant(pattern: str, names: Sequence[str]) -> str:
+def _suggest_name(pattern: str, names: Sequence[str]) -> str:
     """Return a hint with the name most similar to a pattern that matches none; empty if there are no names."""
     near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
     return f"; did you mean {near[0]!r}?" if near else ""
@@ -303,10 +306,10 @@ def _pairs(divided: Sequence[str], styles: Mapping[str, ParallelStyle]) -> list[
         families.setdefault(name.rpartition(".")[0], []).append(name)
     whole = [each for each in families.values() if len({styles[name].needs_row for name in each}) == 2]
     rest = [name for name in alone if not any(name in family for family in whole)]
-    return [pair for family in [*whole, rest] for pair in _in_order(family, styles)]
+    return [pair for family in [*whole, rest] for pair in _group_in_order(family, styles)]
 
 
-def _in_order(names: Sequence[str], styles: Mapping[str, ParallelStyle]) -> list[list[str]]:
+def _group_in_order(names: Sequence[str], styles: Mapping[str, ParallelStyle]) -> list[list[str]]:
     """Return groups of consecutive column and then row layers; last columns without a row join the group before."""
     groups: list[list[str]] = []
     for name in names:

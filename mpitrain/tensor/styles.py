@@ -142,7 +142,7 @@ class Vocabulary(ParallelStyle):
         embedding = _plain(planned, nn.Embedding, "vocabulary", hooks=True)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, option):
-                raise refusal(f"{planned.name}: an embedding with {option} cannot be divided; do without")
+                raise refusal(f"{planned.name}: an embedding with {option} cannot be divided; turn {option} off")
         sequence = planned.sequence and not planned.scattered
         parallel = VocabularyParallelEmbedding(embedding, planned.axis, sequence=sequence)
         for hook in embedding._forward_hooks.values():
@@ -186,7 +186,7 @@ class Undivided(ParallelStyle):
 
 
 @dataclass(frozen=True)
-class OfHeads(ParallelStyle):
+class PerHead(ParallelStyle):
     """Style of a module between a column and a row layer that treats all heads alike, such as a norm of queries.
 
     Each rank has the whole module and uses it on its own heads, so the gradients of the module's own parameters are
@@ -203,7 +203,7 @@ STYLES: Mapping[str, ParallelStyle] = {
     "column": Column(),
     "row": Row(),
     "vocabulary": Vocabulary(),
-    "heads": OfHeads(),
+    "heads": PerHead(),
     "scatter": Undivided(scatter, begins_sequence=True, replicated=True),
     "gather": Undivided(gather, sums=True),
     "split": Undivided(sums=True),
@@ -217,7 +217,7 @@ def _linear(planned: PlannedModule, style: str) -> LinearParts:
     if parts is None:
         _plain(planned, nn.Linear, style)
     if isinstance(planned.module, LoraLinear) and planned.sequence:
-        raise refusal(f"{planned.name} has an adapter, which does not go with parallel.sequence; set that to false")
+        raise refusal(f"{planned.name} has an adapter, which parallel.sequence does not support; set that to false")
     _refuse_hooks(planned)
     assert parts is not None
     return parts
@@ -249,4 +249,4 @@ def _refuse_hooks(planned: PlannedModule, *, allowed: bool = False) -> None:
     with_more = module._forward_hooks_with_kwargs or module._forward_hooks_always_called
     forward = module._forward_hooks and (with_more or not allowed)
     if forward or module._forward_pre_hooks or module._backward_hooks:
-        raise refusal(f"{planned.name} has hooks, which dividing it would lose; register them afterwards")
+        raise refusal(f"{planned.name} has hooks, which would be lost when it is divided; register them afterwards")

@@ -2,8 +2,8 @@
 
 The vocabulary may have any size: the parts are those of `layout.split`, without padding. The cross-entropy is computed
 from each rank's part of the scores (Shoeybi et al. 2019, section 3): the ranks exchange four numbers per token instead
-of its scores. `judge` evaluates divided scores in the same way. If the number of classes above the right one is
-requested, it exchanges one more number per token.
+of its scores. `evaluate_scores` works in the same way. If the number of classes above the right one is requested, it
+exchanges one more number per token.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class VocabularyParallelEmbedding(nn.Module):
         if self.stop > self.start:
             local = (tokens - self.start).masked_fill_(elsewhere, 0)
             rows = functional.embedding(local, self.weight, self.padding_idx)
-            part = _marked(rows.masked_fill(elsewhere.unsqueeze(-1), 0), tokens, self.num_embeddings)
+            part = _mask_invalid(rows.masked_fill(elsewhere.unsqueeze(-1), 0), tokens, self.num_embeddings)
         else:  # fewer tokens than ranks
             part = self.weight.new_zeros(*tokens.shape, self.embedding_dim) + self.weight.sum()
         return reduce_scatter(part, self.axis, SEQUENCE) if self.sequence else reduce(part, self.axis)
@@ -138,7 +138,7 @@ class _CrossEntropy(torch.autograd.Function):
         start, stop = bounds[axis.rank], bounds[axis.rank + 1]
         if scores.shape[-1] != stop - start:
             raise InputError(
-                f"rank {axis.rank} has {stop - start} of the {classes} classes, but was given scores of "
+                f"rank {axis.rank} has {stop - start} of the {classes} classes, but got scores of "
                 f"{scores.shape[-1]}; pass the output of a head that is divided by vocabulary"
             )
         mask = y != ignore_index  # in the shape of y, whose first dimension is that of samples
@@ -178,7 +178,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(shares, weight, share, here, column)
         ctx.smoothing, ctx.classes = label_smoothing, classes
         ctx.shape, ctx.dtype = scores.shape, scores.dtype
-        return (_marked(loss.masked_fill_(~counted, 0), targets, classes) * share).sum()
+        return (_mask_invalid(loss.masked_fill_(~counted, 0), targets, classes) * share).sum()
 
     @staticmethod
     @once_differentiable
@@ -197,7 +197,7 @@ class _CrossEntropy(torch.autograd.Function):
 def _check_range(numbers: torch.Tensor, size: int, name: str) -> None:
     """Raise IndexError on the CPU for numbers outside [0, size), which would otherwise be taken for another rank's.
 
-    On a device the check would make the host wait for all queued work; `_marked` is used there instead.
+    On a device the check would make the host wait for all queued work; `_mask_invalid` is used there instead.
     """
     if not is_accelerator(numbers.device) and numbers.numel():
         low, high = numbers.aminmax()
@@ -205,7 +205,7 @@ def _check_range(numbers: torch.Tensor, size: int, name: str) -> None:
             raise IndexError(f"{name} {int(low) if int(low) < 0 else int(high)} is not between 0 and {size - 1}")
 
 
-def _marked(rows: torch.Tensor, numbers: torch.Tensor, size: int) -> torch.Tensor:
+def _mask_invalid(rows: torch.Tensor, numbers: torch.Tensor, size: int) -> torch.Tensor:
     """Return the rows, with NaN for each number outside [0, size) if they are on a device.
 
     On the CPU `_check_range` has already raised an error for such numbers.
@@ -217,7 +217,7 @@ def _marked(rows: torch.Tensor, numbers: torch.Tensor, size: int) -> torch.Tenso
 
 
 @torch.no_grad()
-def judge(
+def evaluate_scores(
     scores: torch.Tensor, y: torch.Tensor, axis: Axis, classes: int, *, top: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Evaluate divided scores against the right classes. Collective over the axis.
@@ -261,7 +261,7 @@ def judge(
 
 
 @torch.no_grad()
-def whole(scores: torch.Tensor, axis: Axis, classes: int) -> torch.Tensor:
+def gather_scores(scores: torch.Tensor, axis: Axis, classes: int) -> torch.Tensor:
     """Return whole scores [..., classes], gathered from each rank's part. Collective over the axis.
 
     Args:

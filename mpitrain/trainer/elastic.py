@@ -543,7 +543,7 @@ def data_ranks(config: Config, ranks: int, *, even: bool) -> int:
         if section.reproducible and section.workers % data:
             continue
         cut = VirtualWorkers(0, data, section.workers if section.reproducible else data)
-        if not even or all(cut.even(size, microbatch_on(config, data, parallel.pipeline, size)) for size in sizes):
+        if not even or all(cut.is_even(size, microbatch_on(config, data, parallel.pipeline, size)) for size in sizes):
             return data
     return 0
 

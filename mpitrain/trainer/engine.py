@@ -29,7 +29,7 @@ from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.layout.ownership import Division
 from mpitrain.monitor.parts import StepClock
 from mpitrain.shard.ddp import broadcast_tensors
-from mpitrain.shard.flat_parameters import refuse_unless_elementwise
+from mpitrain.shard.flat_parameters import check_elementwise
 from mpitrain.shard.sharding import Sharding
 from mpitrain.shard.update import Updater, set_rate
 from mpitrain.shard.virtual_workers import TreeSum
@@ -171,7 +171,7 @@ class Engine:
         others = [other for other in division.model_axes.values() if other.size > 1]
         dividing = division.dividing()
         if dividing:  # each rank has parts of matrices
-            refuse_unless_elementwise(optimizer, gathered=True, otherwise=f"parallel.{next(iter(dividing))} 1")
+            check_elementwise(optimizer, gathered=True, otherwise=f"parallel.{next(iter(dividing))} 1")
         self.pipeline = division.pipeline
         broadcast_copies(module, comm, division)
         convert(module, self.precision)
@@ -262,7 +262,7 @@ class Engine:
         self.sharding.reducer.last = reduce
         with self.clock.backward:
             (loss * self.scale.value if self.scale.value != 1.0 else loss).backward()
-            self.sharding.parameters.end_of_backward()
+            self.sharding.parameters.finish_backward()
 
     # -- a step
 
@@ -364,7 +364,7 @@ class Engine:
         loss = self.compute(lambda: pipeline.forward_backward(cast, scaled, shares))
         with self.clock.backward:
             used = self.sharding.reducer.touched()
-            self.sharding.gradients.settle()  # copies of tied parameters need the same placement on all ranks
+            self.sharding.gradients.copy_in()  # copies of tied parameters need the same placement on all ranks
             pipeline.synchronize_tied(used)
             self.sharding.reducer.finish()
         sums = self.terms.take(self.device).cpu()
@@ -382,7 +382,7 @@ class Engine:
                 set_rate(self.optimizer, lr)
             squares = self._updater.squares()
             fetched = device.start_copy_to_host(squares)
-            if on_device := self._updater.skips:
+            if on_device := self._updater.can_skip:
                 self._update_on_device(squares)
             squared_norm = float(fetched())
             norm = math.sqrt(squared_norm) / self.scale.value if math.isfinite(squared_norm) else math.nan
@@ -500,7 +500,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return a copy of the whole module's state on every rank, for torch's load_state_dict. Collective."""
-        with self.sharding.parameters.whole():
+        with self.sharding.parameters.unshard_all():
             return {name: value.detach().clone() for name, value in self.module.state_dict().items()}
 
     def close(self) -> None:

@@ -27,8 +27,8 @@ from mpitrain.config.learning_rate import CYCLES, DECAYS, LearningRate, OneCycle
 from mpitrain.config.named import find
 from mpitrain.config.training import OWN, OptimSection, patterns_of
 from mpitrain.errors import refusal
-from mpitrain.shard.flat_parameters import begin_states
-from mpitrain.shard.optimizers import Lamb, Lars, Muon, checked_betas
+from mpitrain.shard.flat_parameters import init_states
+from mpitrain.shard.optimizers import Lamb, Lars, Muon, check_betas
 from mpitrain.shard.update import SCALE, optimizer_step
 from mpitrain.storage.text import counted
 
@@ -61,7 +61,7 @@ class Lion(_Elementwise):
     def __init__(
         self, params: Iterable[Any], lr: float = 1e-4, betas: Sequence[float] = (0.9, 0.99), weight_decay: float = 0.0
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": checked_betas(betas), "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "betas": check_betas(betas), "weight_decay": weight_decay})
 
     def _update(self, value: Any, gradient: Any, group: Any, state: Any) -> None:
         first, second = group["betas"]
@@ -90,7 +90,7 @@ class UncorrectedAdamW(_Elementwise):
         weight_decay: float = 0.0,
         decoupled: bool = True,
     ) -> None:
-        defaults = {"lr": lr, "betas": checked_betas(betas), "eps": eps, "weight_decay": weight_decay}
+        defaults = {"lr": lr, "betas": check_betas(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"decoupled": decoupled})
 
     def _update(self, value: Any, gradient: Any, group: Any, state: Any) -> None:
@@ -307,7 +307,7 @@ def states_after_step(
         trial.state, trial.param_groups = defaultdict(dict), [{**group, "params": [tensor]}]
         trial._optimizer_step_pre_hooks = trial._optimizer_step_post_hooks = OrderedDict()
         trial.gather = None  # attribute of Muon
-        begin_states(trial)
+        init_states(trial)
         type(optimizer).step(trial)  # a scheduler replaces the method of the object by one that steps the original
         return {key: value for key, value in trial.state[tensor].items() if torch.is_tensor(value)}
     except Exception:  # an optimizer of the user may fail in any way on a copy

@@ -27,7 +27,7 @@ from mpitrain.layers.lora import require_whole
 from mpitrain.layout.boxes import Piece, Slice, shares
 from mpitrain.layout.ownership import Division
 from mpitrain.parallel.dividing import tied_names
-from mpitrain.shard.flat_parameters import FlatParameter, begin_states, is_elementwise
+from mpitrain.shard.flat_parameters import FlatParameter, init_states, is_elementwise
 from mpitrain.shard.sharding import Sharding
 
 OPTIMIZER, COMPRESSION = "optimizer/", "compression/"
@@ -115,7 +115,7 @@ class EngineState:
         for g, group in enumerate(sharding.groups):
             for b in range(group.layout.buckets):
                 for n, first, last, at in group.layout.within(*group.layout.share(b, sharding.share)):
-                    data = sharding.parameters.own(g, at, at + last - first)
+                    data = sharding.parameters.local_view(g, at, at + last - first)
                     holdings.append(self.holding(MODEL, group.parameters[n], first, last, data))
         return holdings
 
@@ -314,7 +314,7 @@ class EngineState:
                     optimizer.state[piece.value] = {
                         key: before[key] if value is _ELEMENTWISE else value for key, value in states.items()
                     }
-        begin_states(optimizer)
+        init_states(optimizer)
         self._states = []
         self._errors.finish_load()
 

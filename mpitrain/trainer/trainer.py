@@ -274,12 +274,12 @@ class Trainer(Run):
         config, workers, places, size = self.config, self.places.workers, self.places, self.samples
         microbatch = microbatch_size(config, self.mesh, size)
         x, y = self.mesh.take(batch.x, batch.y)
-        shares = [microbatches(x[lo:hi], y[lo:hi], microbatch) for lo, hi in workers.within(size)]
+        shares = [microbatches(x[lo:hi], y[lo:hi], microbatch) for lo, hi in workers.worker_samples(size)]
 
         place = self.mesh.number(*self.mesh.dividing(PARTS, BLOCKS))
 
         def seed(worker: int) -> None:
-            number = places.first_worker + workers.own[worker] + place * places.evaluating.count
+            number = places.first_worker + workers.local_workers[worker] + place * places.evaluating.count
             seed_worker(config.run.seed, self.step, number)
 
         if self.class_weights is not None:

@@ -18,7 +18,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 @pytest.mark.ranks(2, 3)
-def test_groups_of_some_ranks(group, world):
+def test_groups_of_some_ranks_communicate(group, world):
     size, rank = world.size, world.rank
     every = [group.new_group([r, (r + 1) % size]) for r in range(size if size > 2 else 1)]  # overlapping ones
     for r, pair in enumerate(every):
@@ -46,9 +46,9 @@ def test_groups_of_some_ranks(group, world):
 
 @pytest.mark.ranks(2, 3)
 def test_destroyed_groups_can_be_made_again(group, world):
-    from mpitrain.backend.process_group import place
+    from mpitrain.backend.process_group import get_registry
 
-    communicators = place().made
+    communicators = get_registry().communicators
     before = len(communicators.get((0, 1), []))
     for _ in range(3):
         pair = group.new_group([0, 1])
@@ -80,7 +80,7 @@ def test_destroyed_groups_can_be_made_again(group, world):
     for each in many:
         group.destroy_process_group(each)
     group.new_group(list(range(world.size)))
-    assert len(place().left) <= 18 < 24 <= len([comm for comms in communicators.values() for comm in comms])
+    assert len(get_registry().surpluses) <= 18 < 24 <= len([comm for comms in communicators.values() for comm in comms])
     # rank 0 destroys a group that rank 1 keeps: they agree on another communicator
     half_destroyed = group.new_group([0, 1])
     if world.rank == 0:
@@ -93,7 +93,7 @@ def test_destroyed_groups_can_be_made_again(group, world):
 
 
 @pytest.mark.ranks(4)
-def test_a_mesh_of_two_dimensions_and_tensor_parallel_layers(group, world):
+def test_device_mesh_and_tensor_parallel_layers_work(group, world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -147,15 +147,15 @@ def test_functional_collectives_and_compiled_functions(group, world):
     size, rank = world.size, world.rank
     world_group = group.group.WORLD
 
-    def together(x: torch.Tensor) -> torch.Tensor:
+    def reduce_and_gather(x: torch.Tensor) -> torch.Tensor:
         total = functional.all_reduce(x + rank, "sum", world_group)
         part = functional.reduce_scatter_tensor(total.repeat(size), "sum", 0, world_group)
         return functional.all_gather_tensor(part, 0, world_group) * 2
 
     x = torch.arange(4.0)
     expected = (size * x + size * (size - 1) / 2).repeat(size) * size * 2
-    assert torch.equal(together(x), expected)
-    assert torch.equal(torch.compile(together, backend="eager")(x), expected)
+    assert torch.equal(reduce_and_gather(x), expected)
+    assert torch.equal(torch.compile(reduce_and_gather, backend="eager")(x), expected)
     rows = [r + 1 for r in range(size)]
     swapped = functional.all_to_all_single(torch.ones(sum(rows)) * rank, [rank + 1] * size, rows, world_group)
     assert swapped.tolist() == [float(r) for r in range(size) for _ in range(rank + 1)]
@@ -176,7 +176,7 @@ def test_functional_collectives_and_compiled_functions(group, world):
 
 
 @pytest.mark.ranks(2, 3)
-def test_collectives_are_seen_by_those_who_watch_the_dispatcher(group, world):
+def test_dispatch_modes_and_profiler_see_collectives(group, world):
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.profiler import ProfilerActivity, profile
 
@@ -218,7 +218,7 @@ def test_collectives_are_seen_by_those_who_watch_the_dispatcher(group, world):
 
 
 @pytest.mark.ranks(2)
-def test_the_store_that_ranks_do_not_share_refuses_every_use_at_once(group, world):
+def test_store_raises_at_every_use(group, world):
     store = group.distributed_c10d._get_default_store()
     uses = (
         lambda: store.set("key", "value"),
@@ -239,21 +239,21 @@ def test_the_store_that_ranks_do_not_share_refuses_every_use_at_once(group, worl
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_rank_and_a_size_that_contradict_mpi_are_refused(world):
+def test_rank_and_size_that_contradict_mpi_are_refused(world):
     import torch.distributed as dist
 
     import mpitrain.backend  # noqa: F401
 
     other = (world.rank + 1) % world.size
     for settings in ({"rank": world.rank, "world_size": world.size + 1}, {"rank": other, "world_size": world.size}):
-        with pytest.raises(ValueError, match="but MPI says"):
+        with pytest.raises(ValueError, match="but in MPI it is"):
             dist.init_process_group("mpitrain", **settings)
     dist.init_process_group("mpitrain", rank=world.rank, world_size=world.size)
     dist.destroy_process_group()
 
 
 @pytest.mark.ranks(2, 3)
-def test_detailed_debugging_shows_who_calls_what(world, monkeypatch):
+def test_debug_detail_reports_mismatched_calls(world, monkeypatch):
     import torch.distributed as dist
 
     import mpitrain.backend  # noqa: F401
@@ -280,7 +280,7 @@ def test_a_checkpoint_of_four_ranks_loads_on_two(group, world, folder):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    def trained(seed: int, members) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def train(seed: int, members) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))  # 7 and 3 rows: no rank count divides them
         fully_shard(model, mesh=DeviceMesh.from_group(members, "cpu"))
@@ -298,13 +298,13 @@ def test_a_checkpoint_of_four_ranks_loads_on_two(group, world, folder):
         tensors |= model.named_parameters()
         return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for n, t in tensors.items()}
 
-    saved = trained(1, group.group.WORLD)
+    saved = train(1, group.group.WORLD)
     dcp.async_save(parts(*saved), checkpoint_id=folder).result()
     expected = whole(*saved)
     assert len(expected) == 4 * (1 + 3)  # each parameter with AdamW's two averages and the count of steps
     pair = group.new_group([0, 1])
     if world.rank < 2:
-        loaded = trained(2, pair)
+        loaded = train(2, pair)
         other = whole(*loaded)
         assert not any(torch.equal(other[name], t) for name, t in expected.items() if "step" not in name)
         states = parts(*loaded)
@@ -323,13 +323,13 @@ def test_an_unchanged_script_runs_over_mpi(tmp_path, forked):
     failed = job(2, [*script, "gloo", "--fail"], timeout=60)
     assert failed.returncode == 3
     assert "rank 0 of 2 sum 3.0 over mpitrain with --fail" in failed.stdout
-    assert "rank 1: left with exit code 3" in failed.stderr
+    assert "rank 1: exited with code 3" in failed.stderr
     absent = forked.run("backend", "no_such.py", cwd=tmp_path)
     one_line(absent, "there is no script no_such.py")
 
 
 @pytest.mark.serial
-def test_importing_the_backend_leaves_mpi_alone_where_the_launcher_tells_the_rank(forked):
+def test_import_does_not_start_mpi_if_the_launcher_sets_the_rank(forked):
     code = "import mpitrain.backend, os, sys; print(os.environ['RANK'], 'mpi4py' in sys.modules)"
     rank = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     alone = forked.run("-c", code, **rank)
@@ -338,11 +338,11 @@ def test_importing_the_backend_leaves_mpi_alone_where_the_launcher_tells_the_ran
     wrong = "import mpitrain.backend, torch.distributed as d; d.init_process_group('gloo')"
     refused = job(2, [sys.executable, "-c", wrong], timeout=60)
     assert refused.returncode != 0
-    assert 'say init_process_group("mpitrain")' in refused.stderr
+    assert 'call init_process_group("mpitrain")' in refused.stderr
 
 
 @pytest.mark.serial
-def test_leaving_while_a_collective_that_was_given_up_is_under_way_ends_the_job(tmp_path):
+def test_exit_with_an_unfinished_collective_ends_the_job(tmp_path):
     code = """if True:
         import sys, time, torch, torch.distributed as dist, mpitrain.backend
         from datetime import timedelta
@@ -356,8 +356,11 @@ def test_leaving_while_a_collective_that_was_given_up_is_under_way_ends_the_job(
         dist.destroy_process_group()"""
     result = job(2, [sys.executable, "-c", code], timeout=40)
     assert result.returncode != 0
-    assert "caught all_reduce of group 0 of ranks [0, 1]: timeout after 1 s; does every rank call it?" in result.stdout
-    assert "mpitrain: rank 0: left with all_reduce of group 0 of ranks [0, 1] not complete" in result.stderr
+    assert (
+        "caught all_reduce of group 0 of ranks [0, 1]: timeout after 1 s; check that every rank calls it"
+        in result.stdout
+    )
+    assert "mpitrain: rank 0: exited before all_reduce of group 0 of ranks [0, 1] was complete" in result.stderr
 
 
 LEAVES = """

@@ -30,7 +30,7 @@ def group_of(world, monkeypatch, request) -> Callable[[bool], object]:
 
 @on_device
 @in_thread
-def test_an_operation_stands_where_it_was_issued(world, device, group_of, threaded):
+def test_operations_keep_their_order_on_the_stream(world, device, group_of, threaded):
     group = group_of(threaded)
     total = sum(range(1, world.size + 1))
     x = torch.full((1000, 3), float(world.rank), device=device)
@@ -56,7 +56,7 @@ def test_an_operation_stands_where_it_was_issued(world, device, group_of, thread
 
 
 @on_device
-def test_messages_stand_where_they_were_issued(world, device, group):
+def test_messages_keep_their_order_on_the_stream(world, device, group):
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     x, got = torch.ones(4, device=device) + world.rank, torch.zeros(4, 2, device=device)[:, 0]
     works = group.batch_isend_irecv([group.P2POp(group.isend, x, right), group.P2POp(group.irecv, got, left)])
@@ -74,7 +74,7 @@ def test_messages_stand_where_they_were_issued(world, device, group):
 
 @on_device
 @in_thread
-def test_memory_is_not_given_out_while_an_operation_may_use_it(world, device, group_of, threaded):
+def test_memory_is_not_reused_during_an_operation(world, device, group_of, threaded):
     group = group_of(threaded)
     x, results = torch.ones(64, device=device), [torch.zeros(64, 2, device=device) for _ in range(world.size)]
     work = group.all_gather([result[:, 0] for result in results], x, async_op=True)
@@ -89,7 +89,7 @@ def test_memory_is_not_given_out_while_an_operation_may_use_it(world, device, gr
 @on_device
 @in_thread
 @pytest.mark.parametrize("run", [plain, gradients_are_views, half_precision_hook], ids=lambda run: run.__name__)
-def test_training_on_a_device_is_what_it_is_on_the_cpu(world, device, group_of, threaded, run):
+def test_training_on_a_device_matches_the_cpu(world, device, group_of, threaded, run):
     group_of(threaded)
     expected, result = run(world.rank), run(world.rank, device=device)
     assert list(result) == list(expected)

@@ -76,12 +76,12 @@ def test_averages_scaled_sums_and_bit_operations(group, world):
             assert torch.equal(x, expected)
     with pytest.raises(ValueError, match="integer type"):
         group.all_reduce(torch.ones(2), op.BXOR)
-    with pytest.raises(ValueError, match="cannot be reduced, only moved; convert to float32"):
+    with pytest.raises(ValueError, match="can be sent but not reduced; convert to float32"):
         group.all_reduce(torch.ones(2).to(torch.float8_e5m2))
 
 
 @RANKS
-def test_averages_of_integers_are_sums_divided_toward_zero_and_what_has_no_meaning_raises_in_the_call(group, world):
+def test_integer_averages_round_toward_zero_and_invalid_operations_raise_in_the_call(group, world):
     op, size = group.ReduceOp, world.size
     for dtype in (torch.int64, torch.int8):
         mine = torch.tensor([-7, -1, 0, 1, 7], dtype=dtype) + world.rank
@@ -105,7 +105,7 @@ def test_averages_of_integers_are_sums_divided_toward_zero_and_what_has_no_meani
 
 
 @RANKS
-def test_reduce_changes_the_root_alone(group, world):
+def test_reduce_changes_only_the_root(group, world):
     for root in range(world.size):
         for contiguous in (True, False):
             x = value(world.rank, torch.float32)
@@ -116,7 +116,7 @@ def test_reduce_changes_the_root_alone(group, world):
 
 
 @RANKS
-def test_movements_of_every_type(group, world):
+def test_every_dtype_can_be_moved(group, world):
     size, rank = world.size, world.rank
     for dtype in MOVED:
         x = value(rank, dtype)
@@ -142,7 +142,7 @@ def test_movements_of_every_type(group, world):
 
 
 @RANKS
-def test_tensors_that_are_not_contiguous(group, world):
+def test_noncontiguous_tensors_are_communicated(group, world):
     size, rank = world.size, world.rank
     columns = torch.zeros(4, 6)[:, ::2]
     columns += rank + 1
@@ -258,7 +258,7 @@ def test_messages_in_both_directions_and_from_any_rank(group, world):
 
 
 @RANKS
-def test_a_message_of_another_size_is_an_error_with_both_sizes_and_touches_nothing_else(group, world):
+def test_message_of_wrong_size_reports_both_sizes_and_changes_nothing_else(group, world):
     around = torch.zeros(300_200)
     for sent, expected in ((3, 5), (5, 3), (1000, 300_000), (300_000, 1000), (0, 4), (4, 4)):
         if world.rank == 0:
@@ -276,7 +276,7 @@ def test_a_message_of_another_size_is_an_error_with_both_sizes_and_touches_nothi
 
 
 @RANKS
-def test_an_asynchronous_operation_and_messages_may_cross(group, world):
+def test_asynchronous_operations_and_messages_may_interleave(group, world):
     x = torch.full((1 << 20,), 1.0)  # too large to be sent before it is received
     work = group.all_reduce(torch.ones(4), async_op=True)
     if world.rank == 0:
@@ -307,7 +307,7 @@ def test_futures_run_their_callbacks(group, world):
 
 
 @RANKS
-def test_objects(group, world):
+def test_objects_are_communicated(group, world):
     everyone = [None] * world.size
     group.all_gather_object(everyone, {"rank": world.rank, "text": "x" * world.rank})
     assert everyone == [{"rank": r, "text": "x" * r} for r in range(world.size)]
@@ -331,7 +331,7 @@ def test_sparse_gradients_are_summed(group, world):
 
 
 @RANKS
-def test_barriers_end_in_time_and_name_who_is_missing(group, world):
+def test_barriers_time_out_and_name_missing_ranks(group, world):
     group.barrier()
     late = group.new_group()
     if world.rank:
@@ -348,10 +348,10 @@ def test_barriers_end_in_time_and_name_who_is_missing(group, world):
 
 
 @RANKS
-def test_a_collective_of_a_group_with_a_short_limit_raises_where_somebody_waits(group, world):
+def test_short_timeout_raises_in_wait(group, world):
     short = group.new_group(timeout=timedelta(seconds=0.5))
     x = torch.ones(3)
-    late = r"all_reduce of group .* timeout after 0\.5 s; does every rank call it"
+    late = r"all_reduce of group .* timeout after 0\.5 s; check that every rank calls it"
     if world.rank == 0:
         with pytest.raises(RuntimeError, match=late):
             group.all_reduce(x, group=short)
@@ -368,7 +368,7 @@ def test_a_collective_of_a_group_with_a_short_limit_raises_where_somebody_waits(
 
 
 @RANKS
-def test_memory_of_the_group_is_used_again_once_no_tensor_needs_it(group, world):
+def test_group_memory_is_reused_after_its_tensors_are_deleted(group, world):
     backend = group.group.WORLD._get_backend(torch.device("cpu"))
     assert backend.supports_tensor_alloc(torch.device("cpu"))
     x = backend.allocate_tensor(5000, dtype=torch.bfloat16, device=torch.device("cpu"))
@@ -385,12 +385,12 @@ def test_memory_of_the_group_is_used_again_once_no_tensor_needs_it(group, world)
 
 
 @RANKS
-def test_a_wrong_call_is_an_error_with_its_mend(group, world):
+def test_invalid_calls_suggest_the_fix(group, world):
     with pytest.raises(ValueError, match=f"1 output tensors for {world.size} ranks; give one for each"):
         group.all_gather([torch.empty(2)], torch.empty(2))
     with pytest.raises(ValueError, match=r"one block per rank"):
         group.all_gather_into_tensor(torch.empty(world.size * 3), torch.empty(2))
-    with pytest.raises(RuntimeError, match="has no merge_remote_group; start all ranks with one mpirun"):
+    with pytest.raises(RuntimeError, match="does not support merge_remote_group; start all ranks with one mpirun"):
         group.group.WORLD.merge_remote_group(None, 2)
     with pytest.raises(RuntimeError, match=r"call torch\.distributed\.split_group"):
         group.group.WORLD.split_group([0])
@@ -488,7 +488,7 @@ def test_tensors_that_wrap_others_are_communicated_by_their_inner_tensors(group,
             communicate(Opaque(torch.ones(3)))
         assert "a tensor of class Opaque has no memory of its own" in str(refused.value)
         assert "\n" not in str(refused.value)
-    with pytest.raises(ValueError, match=r"made of equally many tensors, not Tensor .1., TwoTensor .2."):
+    with pytest.raises(ValueError, match=r"must wrap the same number of tensors, not Tensor .1., TwoTensor .2."):
         group.all_gather_into_tensor(torch.empty(3 * size), two(rank, 3))
 
 

@@ -25,7 +25,7 @@ def test_accelerate_trains_and_gathers():
 
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed (pip install accelerate)")
 @pytest.mark.parametrize("launcher", ["accelerate launch", "torchrun"])
-def test_processes_that_another_launcher_starts_under_mpirun_are_told_which_to_use(tmp_path, launcher):
+def test_other_launchers_are_refused_with_the_mpirun_command(tmp_path, launcher):
     script = tmp_path / "train.py"
     script.write_text("import mpitrain.backend\nprint('alive')\n")
     options = {

@@ -39,7 +39,7 @@ def stages_of(name: str, rank: int, size: int) -> list[int]:
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("name", [*ONE_STAGE, *LOOPS, *VEES])
-def test_gradients_of_a_schedule_are_those_of_one_process(group, world, name):
+def test_pipeline_schedules_match_one_process(group, world, name):
     from torch.testing._internal.common_utils import check_leaked_tensors
 
     size, own_stages = world.size, stages_of(name, world.rank, world.size)
@@ -84,7 +84,7 @@ def test_a_batch_of_sends_and_receives_completes_in_any_order(group, world):
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_rank_sends_to_itself_as_schedules_with_neighbouring_stages_on_one_rank_do(group, world):
+def test_a_rank_can_send_to_itself(group, world):
     x, y = torch.full((1_000_000,), float(world.rank)), torch.empty(1_000_000)
     operations = [group.P2POp(group.isend, x, world.rank), group.P2POp(group.irecv, y, world.rank)]
     for work in group.batch_isend_irecv(operations):
@@ -93,7 +93,7 @@ def test_a_rank_sends_to_itself_as_schedules_with_neighbouring_stages_on_one_ran
 
 
 @pytest.mark.ranks(2, 3)
-def test_operations_of_groups_complete_in_whatever_order_they_are_waited_for(group, world):
+def test_operations_complete_in_any_order_of_waiting(group, world):
     other = group.new_group(list(range(world.size)))
     y = torch.empty(1_000_000)
     x, total = torch.full((1_000_000,), 7.0), torch.full((1000,), 1.0)

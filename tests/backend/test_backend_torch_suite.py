@@ -31,7 +31,7 @@ def test_the_tests_that_ship_with_torch_pass(ranks):
     assert ran >= ENOUGH[ranks]
 
 
-def test_the_command_that_compares_runs_its_tests_with_every_backend_of_its_list():
+def test_comparison_command_runs_every_listed_backend():
     choice = ["--sizes", "2", "--as", "mpitrain", "peer", "--only", "test_all_reduce_product$"]
     command = [sys.executable, str(HERE), *choice]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -39,7 +39,7 @@ def test_the_command_that_compares_runs_its_tests_with_every_backend_of_its_list
     assert re.findall(r"ranks as (\w+): 1 run, 1 passed", run.stdout) == ["mpitrain", "peer"]
 
 
-def test_every_test_that_passes_over_gloo_passes_with_the_name_registered_or_not():
+def test_tests_that_pass_over_gloo_also_pass_over_mpitrain():
     passed: dict[str, set[str]] = {}
     for name in (PEER, "mpitrain", "gloo"):  # gloo itself; ours by its own name, known to the tests; ours as "gloo"
         outcomes = suite(3, name)

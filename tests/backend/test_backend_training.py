@@ -157,7 +157,7 @@ GLOO_GROUPS: list[object] = []  # kept: gloo aborts the process when a thread of
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
-def test_training_is_what_it_is_over_gloo(world, tmp_path, run: Callable[[int], dict[str, torch.Tensor]]):
+def test_training_matches_gloo(world, tmp_path, run: Callable[[int], dict[str, torch.Tensor]]):
     import torch.distributed as dist
 
     import mpitrain.backend  # noqa: F401
@@ -187,7 +187,7 @@ def test_training_is_what_it_is_over_gloo(world, tmp_path, run: Callable[[int], 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("run", [plain, power_sgd, sparse_gradients, fully_sharded], ids=lambda run: run.__name__)
-def test_a_thread_of_its_own_for_communication_changes_nothing(world, monkeypatch, run):
+def test_communication_thread_does_not_change_results(world, monkeypatch, run):
     import torch.distributed as dist
 
     import mpitrain.backend  # noqa: F401

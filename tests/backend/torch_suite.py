@@ -60,7 +60,7 @@ def suite(ranks: int, name: str, only: str = "", without: Sequence[str] = (), li
 
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "told"
+        report = Path(folder) / "results"
         ended = time.monotonic() + limit
         while time.monotonic() < ended:
             report.write_text("")
@@ -128,17 +128,17 @@ def one_rank(name: str, folder: str, only: str) -> None:
 
     import mpitrain
     import mpitrain.backend
-    from mpitrain.backend.process_group import Barriers, place
-    from mpitrain.backend.registration import NAME, take_over
+    from mpitrain.backend.process_group import Barriers, get_registry
+    from mpitrain.backend.registration import NAME, use_for_all_groups
     from mpitrain.errors import CommunicationError
 
     world = mpitrain.init(timeout=LIMIT, abort_on_error=False)
     os.environ["MASTER_ADDR"] = "localhost"
-    common_distributed.skip_if_small_worldsize = _enough  # it asks for 8 ranks; what it guards needs 3
+    common_distributed.skip_if_small_worldsize = _skip_below_three_ranks  # it asks for 8 ranks; what it guards needs 3
     for names in common_distributed.DistTestCases.backend_feature.values():
         names.add(os.environ["BACKEND"])
     if name not in (NAME, PEER):
-        take_over()
+        use_for_all_groups()
     if name == NAME:
         with mock.patch.object(os, "environ", {**os.environ, "BACKEND": _LikeGloo(NAME)}):
             from torch.testing._internal.distributed import distributed_test as tests
@@ -151,20 +151,20 @@ def one_rank(name: str, folder: str, only: str) -> None:
     shared = Path(folder)
     for sub in ("barrier", "test_dir", "init_dir"):
         (shared / sub).mkdir(exist_ok=True)
-    report = (shared / "told").open("a") if world.rank == 0 else None
+    report = (shared / "results").open("a") if world.rank == 0 else None
     finished = set((shared / "done").read_text().split())
     chosen = [test for test in sorted(dir(Suite)) if test.startswith("test_") and re.search(only, test)]
-    meeting = Barriers(place().control)
+    barriers = Barriers(get_registry().control)
 
-    def tell(*what: Any) -> None:
+    def write_event(*event: Any) -> None:
         if report is not None:
-            report.write(json.dumps(what) + "\n")
+            report.write(json.dumps(event) + "\n")
             report.flush()
 
     for test in chosen:
         if test in finished:
             continue
-        tell("begun", test)
+        write_event("begun", test)
         begun = time.monotonic()
         if test in NOT_OURS and name not in (NAME, PEER):
             kind, reason = "skipped", NOT_OURS[test]
@@ -179,9 +179,9 @@ def one_rank(name: str, folder: str, only: str) -> None:
             file = str(shared / f"file-{test}")
             kind, reason = _run(begin, Suite, test, world.rank, file, dist, tests, common_distributed)
         try:
-            meeting.wait(PATIENCE)
+            barriers.wait(PATIENCE)
         except CommunicationError:
-            tell("ended", test, "failed", f"rank {world.rank} is out alone: {kind} {reason}", 0.0)
+            write_event("ended", test, "failed", f"rank {world.rank} is out alone: {kind} {reason}", 0.0)
             world.process.faults.end_job(f"rank {world.rank} is out of {test} alone: {kind} {reason}")
         everyone = world.all_gather_object([kind, reason])
         failures = [f"rank {rank}: {text}" for rank, (how, text) in enumerate(everyone) if how == "failed"]
@@ -189,7 +189,7 @@ def one_rank(name: str, folder: str, only: str) -> None:
             kind, reason = "failed", failures[0]
         if dist.is_initialized():
             dist.destroy_process_group()
-        tell("ended", test, kind, reason, time.monotonic() - begun)
+        write_event("ended", test, kind, reason, time.monotonic() - begun)
 
 
 class _LikeGloo(str):
@@ -205,7 +205,7 @@ class _LikeGloo(str):
         return hash("gloo")
 
 
-def _enough(function: Any) -> Any:
+def _skip_below_three_ranks(function: Any) -> Any:
     import unittest
 
     return unittest.skipIf(int(os.environ["WORLD_SIZE"]) < 3, "Needs 3 ranks")(function)

@@ -51,8 +51,8 @@ def part(name, tensor, lo, hi, box=None):
 def in_shares(tensors, rank, size):
     """Give each rank its share of the elements, as when a replicated model is written."""
     names = list(tensors)
-    stretches = shares([tensors[n].numel() for n in names], size, rank, multiple=4)
-    parts = [part(names[number], tensors[names[number]], lo, hi) for number, lo, hi in stretches]
+    intervals = shares([tensors[n].numel() for n in names], size, rank, multiple=4)
+    parts = [part(names[number], tensors[names[number]], lo, hi) for number, lo, hi in intervals]
     return parts + ([part(n, t, 0, 0) for n, t in tensors.items() if not t.numel()] if rank == 0 else [])
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, TensorSpec
-from mpitrain.checkpoint.reading import covered, plan, stretches, union
+from mpitrain.checkpoint.reading import common_intervals, covered, plan, union
 from mpitrain.layout.boxes import Box, Piece
 from mpitrain.storage.hdf5 import crc32, evenly
 
@@ -32,14 +32,14 @@ def pieces(draw, shape):
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_stretches_are_the_intersection_of_two_pieces(data):
+def test_common_intervals_are_the_elements_of_both_pieces(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     a, b = data.draw(pieces(shape)), data.draw(pieces(shape))
     tensor = torch.arange(prod(shape)).reshape(shape)
     x = part("x", tensor, a.lo, a.hi, a.box).data.tolist()
     y = part("x", tensor, b.lo, b.hi, b.box).data.tolist()
     elements = []
-    common = list(zip(*(each.tolist() for each in stretches(a, b)), strict=True))
+    common = list(zip(*(each.tolist() for each in common_intervals(a, b)), strict=True))
     for source, target, length in common:
         assert x[source : source + length] == y[target : target + length]
         elements += x[source : source + length]
@@ -55,8 +55,8 @@ def test_union_counts_every_element_once():
 
 
 @given(st.lists(st.tuples(st.integers(1, 2), st.integers(0, 1), st.integers(0, 1)), max_size=12))
-def test_evenly_returns_matrices_whose_rows_are_the_stretches(drawn):
-    """Draw for each stretch its length and the gaps that follow it in the source and in the target."""
+def test_rows_of_matrices_cover_exactly_the_given_intervals(drawn):
+    """Draw for each interval its length and the gaps that follow it in the source and in the target."""
     lengths, *gaps = np.array(drawn, dtype=np.int64).reshape(-1, 3).T
     firsts, places = (np.cumsum(lengths + gap) - lengths - gap for gap in gaps)
     result = []

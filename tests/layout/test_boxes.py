@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpitrain.layout.boxes import Box, Piece, Slice, compose, shares, split, stretches
+from mpitrain.layout.boxes import Box, Piece, Slice, common_intervals, compose, shares, split
 
 
 @given(st.integers(0, 1000), st.integers(1, 40))
@@ -31,7 +31,7 @@ def test_shares_give_every_element_to_exactly_one_rank(sizes, parts, multiple):
 
 @st.composite
 def _layout(draw, shape):
-    """Return pieces that make up a tensor: cells of a grid over any of its dimensions, cut into stretches.
+    """Return pieces that make up a tensor: cells of a grid over any of its dimensions, cut into intervals.
 
     A dimension may be merged with the one before it, as in a fused layer.
     """
@@ -40,10 +40,10 @@ def _layout(draw, shape):
         if draw(st.integers(0, 3)) == 0:
             view[d - 1 : d + 1] = [view[d - 1] * view[d]]
     cuts = [list(itertools.pairwise(split(n, draw(st.sampled_from([1, 1, 2, 3]))))) for n in view]
-    pieces, stretch = [], draw(st.integers(1, 3))
+    pieces, parts = [], draw(st.integers(1, 3))
     for cell in itertools.product(*cuts):
         box = Box(tuple(view), tuple(lo for lo, _ in cell), tuple(hi for _, hi in cell))
-        pieces += [Piece("t", box, a, b) for a, b in itertools.pairwise(split(box.numel, stretch))]
+        pieces += [Piece("t", box, a, b) for a, b in itertools.pairwise(split(box.numel, parts))]
     return pieces
 
 
@@ -62,7 +62,7 @@ def test_any_layout_can_be_filled_from_any_other(shape, data):
     for target_piece in target:
         values = np.full(target_piece.numel, -1)
         for source_piece in source:
-            for at, to, length in zip(*stretches(source_piece, target_piece), strict=True):
+            for at, to, length in zip(*common_intervals(source_piece, target_piece), strict=True):
                 assert (values[to : to + length] == -1).all()
                 values[to : to + length] = content(source_piece)[at : at + length]
         assert (values == content(target_piece)).all()
@@ -70,7 +70,7 @@ def test_any_layout_can_be_filled_from_any_other(shape, data):
 
 @settings(max_examples=200, deadline=None)
 @given(_SHAPES, st.data())
-def test_runs_are_the_longest_stretches_that_are_contiguous_in_the_tensor(shape, data):
+def test_runs_are_the_longest_intervals_that_are_contiguous_in_the_tensor(shape, data):
     whole = np.arange(np.prod(shape)).reshape(shape)
     for piece in data.draw(_layout(shape)):
         elements = piece.box.of(whole).reshape(-1)[piece.lo : piece.hi]

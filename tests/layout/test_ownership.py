@@ -98,7 +98,7 @@ def test_initial_values_differ_along_a_replica_axis_that_divides_a_parameter(wor
     assert module["gate"].tolist() == [1.0] * 3
     records: dict[str, Any] = dict(division.owners)
     optimizer = torch.optim.AdamW(module.parameters())
-    with pytest.raises(InputError, match="expert is divided along an axis of the ranks that sum gradients"):
+    with pytest.raises(InputError, match="expert is divided over ranks that sum gradients"):
         Sharding(module, optimizer, world, Config(), division)
     assert division.copies(records["expert"], world) == [replicas["data"]]
     assert division.copies(records["gate"], world) == [world]

@@ -108,7 +108,7 @@ def test_what_tensor_ranks_sum_whole_is_what_the_job_does(predictor, monkeypatch
         return simulated.exchanges([AxisExchange("all_reduce", 4096)])
 
     direct, seconds = job(), planned()
-    monkeypatch.setattr(axis, "_DIRECT", 1024)
+    monkeypatch.setattr(axis, "_MAX_DIRECT", 1024)
     assert direct and not job() and planned() != seconds
 
 

@@ -1,8 +1,8 @@
 """DeepSpeed configuration files of public repositories, with the settings that each requests.
 
-    name: (the keys, what stands in our settings for "auto", what is read)
+    name: (the file's keys, our settings in place of "auto", the settings that are read)
 
-A name tells where files of this kind are found; values that mean nothing here are others than theirs.
+Names describe where such files are found. Values that have no effect here differ from the originals.
 """
 
 AUTO = "auto"
@@ -254,7 +254,7 @@ READ = {
     ),
 }  # fmt: skip
 
-# files that ask for what there is not, with what is told of each
+# files with unsupported keys, each with the expected messages
 REFUSED = {
     "a language model, gradients in one bit": (
         {"train_batch_size": 1280, "gradient_accumulation_steps": 80, "tensorboard": {"enabled": True},

@@ -40,7 +40,7 @@ def tokens(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, (x * 3 + 1) % VOCABULARY
 
 
-def on(device: torch.device, data: Callable[[int], tuple[torch.Tensor, torch.Tensor]]):
+def on_device(device: torch.device, data: Callable[[int], tuple[torch.Tensor, torch.Tensor]]):
     """Return a function that gives the same data on a device."""
 
     def moved(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,7 +55,7 @@ def images(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(24, 1, 8, 8, generator=generator), torch.randint(3, (24,), generator=generator)
 
 
-def alone(model, loss, optimizer, data, *, steps=STEPS, clip=0.5) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train_alone(model, loss, optimizer, data, *, steps=STEPS, clip=0.5) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train with plain torch in one process; return losses and parameters."""
     losses = []
     for step in range(steps):
@@ -69,7 +69,7 @@ def alone(model, loss, optimizer, data, *, steps=STEPS, clip=0.5) -> tuple[list[
     return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def steps_of(
+def train_steps(
     engine: Engine, comm, data, *, first=0, steps=STEPS, microbatches=1, workers=0, delay=lambda: None
 ) -> list[float]:
     """Train with an engine, each step's global batch divided among the ranks; return the losses."""
@@ -79,11 +79,11 @@ def steps_of(
         x, y = data(step)
         start, stop = division.share(len(x))
         mine = x[start:stop], y[start:stop]
-        largest = max(hi - lo for lo, hi in VirtualWorkers.within(VirtualWorkers(0, 1, division.count), len(x)))
+        largest = max(hi - lo for lo, hi in VirtualWorkers.worker_samples(VirtualWorkers(0, 1, division.count), len(x)))
         size = -(-largest // microbatches)
         passes = [
             [(mine[0][at : min(at + size, hi)], mine[1][at : min(at + size, hi)]) for at in range(lo, hi, size)]
-            for lo, hi in division.within(len(x))
+            for lo, hi in division.worker_samples(len(x))
         ]
         delay()
         parts = engine.forward_backward(passes, len(x), rounds=division.rounds(len(x), size))

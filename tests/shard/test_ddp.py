@@ -31,7 +31,7 @@ def same_gradients(model, whole, rtol=1e-5):
 @MANY
 @pytest.mark.parametrize("bucket_mb", [25, 1e-5])
 @pytest.mark.parametrize("static_graph", [False, True])
-def test_gradients_are_those_of_the_whole_batch(world, bucket_mb, static_graph, device):
+def test_gradients_match_the_whole_batch(world, bucket_mb, static_graph, device):
     mine, everybody = samples(world)
     mine = mine.to(device)
     model = mt.DistributedDataParallel(net().to(device), world, bucket_mb=bucket_mb, static_graph=static_graph)
@@ -44,7 +44,7 @@ def test_gradients_are_those_of_the_whole_batch(world, bucket_mb, static_graph, 
 
 
 @MANY
-def test_parameters_and_buffers_begin_as_those_of_rank_0(world):
+def test_parameters_and_buffers_start_from_rank_0(world):
     torch.manual_seed(world.rank)
     model = mt.DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), world)
     model.module[1].running_mean.fill_(world.rank)
@@ -90,7 +90,7 @@ class Named(nn.Linear):
 
 
 @pytest.mark.ranks(1, 2)
-def test_attributes_and_methods_of_the_module_are_there(world):
+def test_module_attributes_and_methods_are_accessible(world):
     module = Named()
     model = mt.DistributedDataParallel(module, world)
     assert (
@@ -120,7 +120,7 @@ class Branches(nn.Module):
 
 
 @MANY
-def test_unused_parameters_count_as_zero_and_those_nobody_used_keep_no_gradient(world):
+def test_unused_parameters_count_as_zero_or_get_no_gradient(world):
     model = mt.DistributedDataParallel(Branches(), world, find_unused_parameters=True)
     x = torch.ones(2, 6)
     which = world.rank % 2
@@ -133,7 +133,7 @@ def test_unused_parameters_count_as_zero_and_those_nobody_used_keep_no_gradient(
 
 
 @MANY
-def test_unused_parameters_are_named_without_the_flag(world):
+def test_unused_parameters_raise_an_error_without_the_flag(world):
     model = mt.DistributedDataParallel(Branches(), world)
     with pytest.raises(CommunicationError, match=r"4 parameters.*branches\.1\.weight.*find_unused_parameters"):
         model(torch.ones(2, 6), 0).sum().backward()
@@ -148,7 +148,9 @@ def test_a_static_graph_learns_which_parameters_are_unused(world):
         average = 2 * sum(r + 1 for r in range(world.size)) / world.size
         torch.testing.assert_close(model.module.branches[1].weight.grad, torch.full((1, 6), average))
         assert model.module.branches[0].weight.grad is None
-    with pytest.raises(CommunicationError, match=r"branches\.1\.weight.*static_graph=True says that all are alike"):
+    with pytest.raises(
+        CommunicationError, match=r"branches\.1\.weight.*static_graph=True requires the same in every pass"
+    ):
         model(torch.ones(2, 6), 0).sum().backward()
 
 

@@ -21,7 +21,7 @@ from mpitrain.trainer.optimizing import Lion, UncorrectedAdamW
 from mpitrain.trainer.options import from_deepspeed
 
 
-def asked(read, key):
+def requested_value(read, key):
     """Return what a configuration requests under a key of `deepspeed_files`."""
     train, parallel, optim = read.config.train, read.config.parallel, read.config.optim
     if key in ("microbatch", "accumulate"):
@@ -40,7 +40,7 @@ def asked(read, key):
 
 
 @pytest.mark.parametrize("name", [*FILES, *READ])
-def test_a_file_of_a_public_repository_asks_for_what_we_do(name):
+def test_public_deepspeed_files_are_supported(name):
     values, ours, expected = (FILES | READ)[name]
     read = read_deepspeed(values, ranks=2, auto=Config.from_dict(ours))
     rates, momenta = expected.get("rates", {}), expected.get("momenta", {})
@@ -48,7 +48,7 @@ def test_a_file_of_a_public_repository_asks_for_what_we_do(name):
         if key not in ("rates", "momenta"):
             if key == "optimizer" and value is not None:
                 value = (value[0], {"weight_decay": 0.0} | value[1])
-            assert asked(read, key) == value, key
+            assert requested_value(read, key) == value, key
     assert {step: pytest.approx(read.schedule.rate(step), abs=1e-12) for step in rates} == rates
     assert {step: pytest.approx(read.schedule.momentum(step), abs=1e-12) for step in momenta} == momenta
     assert all(isinstance(key, str) for key in read.without_effect)
@@ -58,7 +58,7 @@ def test_a_file_of_a_public_repository_asks_for_what_we_do(name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_file_that_asks_for_more_is_told_all_of_it_with_what_to_take(name):
+def test_unsupported_keys_are_all_reported_with_alternatives(name):
     values, parts = REFUSED[name]
     with pytest.raises(InputError) as caught:
         read_deepspeed(values, ranks=1)
@@ -66,7 +66,7 @@ def test_a_file_that_asks_for_more_is_told_all_of_it_with_what_to_take(name):
         assert part in str(caught.value), str(caught.value)
 
 
-def test_comments_and_commas_at_an_end_are_read_as_deepspeed_reads_them(tmp_path):
+def test_comments_and_trailing_commas_are_accepted(tmp_path):
     file = tmp_path / "ds_config.json"
     file.write_text('{"bf16": {"enabled": true,},  // here\n"x": ["a, ]//#", 1,], # there\n/* and\n*/ "y": 2\n}')
     assert read_json(file) == {"bf16": {"enabled": True}, "x": ["a, ]//#", 1], "y": 2}
@@ -76,7 +76,7 @@ def test_comments_and_commas_at_an_end_are_read_as_deepspeed_reads_them(tmp_path
             read_json(file)
 
 
-def test_optimizers_that_torch_lacks_are_those_of_their_papers():
+def test_lamb_and_lars_match_their_papers():
     """Compare Lion with its algorithm, and AdamW without bias correction with torch's at rates that undo it."""
     torch.manual_seed(0)
     gradients, begin = torch.randn(5, 7), torch.randn(7)
@@ -108,10 +108,10 @@ def test_optimizers_that_torch_lacks_are_those_of_their_papers():
 
 
 @pytest.mark.parametrize("correct", [True, False])
-def test_lamb_is_that_of_deepspeeds_kernel(correct):
+def test_lamb_matches_deepspeed(correct):
     """Compare where the lower, the upper or none of the default ratio bounds applies, and without bias correction."""
     values = {"optimizer": {"type": "Lamb", "params": {"lr": 0.1, "bias_correction": correct, "weight_decay": 0.01}}}
-    kind, options = asked(read_deepspeed(values, ranks=1), "optimizer")
+    kind, options = requested_value(read_deepspeed(values, ranks=1), "optimizer")
     torch.manual_seed(0)
     for size, bound in ((1e-3, 0.01), (1.0, None), (100.0, 10.0)):
         w, gradients = torch.randn(7) * size, torch.randn(5, 7)
@@ -130,7 +130,7 @@ def test_lamb_is_that_of_deepspeeds_kernel(correct):
     assert kind == "lamb"
 
 
-def by_deepspeeds_formula(name, update, *, low, high, warmup, steps, log, ratio=0.0, floor=0.0):
+def deepspeed_rates(name, update, *, low, high, warmup, steps, log, ratio=0.0, floor=0.0):
     """Return the rate by DeepSpeed's lr_schedules.py: update 0 has the first rate, update n that of batch n - 1."""
     batch = update - 1
     if batch < 0:
@@ -146,7 +146,7 @@ def by_deepspeeds_formula(name, update, *, low, high, warmup, steps, log, ratio=
     return high * (floor + (1 - floor) * (1 + math.cos(math.pi * done)) / 2)
 
 
-def test_a_warm_up_has_deepspeeds_rate_at_every_update():
+def test_warmup_matches_deepspeed_at_every_update():
     """Compare the warm-up schedules; tests/train/test_schedules.py has one cycle and the range test."""
     for name, warmup, kind in product(("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"), (1, 2, 7), ("log", "linear")):
         params = {"warmup_num_steps": warmup, "warmup_type": kind}
@@ -157,12 +157,12 @@ def test_a_warm_up_has_deepspeeds_rate_at_every_update():
         schedule = read_deepspeed(values, ranks=1).schedule
         warmup_settings = {"low": 1e-4, "high": 2e-3, "warmup": max(2, warmup), "steps": 20, "log": kind == "log"}
         warmup_settings |= {"ratio": 0.2, "floor": 0.05}
-        expected = [by_deepspeeds_formula(name, update, **warmup_settings) for update in range(30)]
+        expected = [deepspeed_rates(name, update, **warmup_settings) for update in range(30)]
         assert [schedule.rate(update) for update in range(30)] == pytest.approx(expected, rel=1e-12), params
 
 
 @pytest.mark.ranks(1)
-def test_a_schedule_starts_from_each_groups_own_rate_and_passes_over_updates_that_were_skipped(world):
+def test_schedule_starts_from_each_groups_rate_and_ignores_skipped_updates(world):
     model = nn.Linear(4, 2)
     groups = [{"params": [model.weight], "lr": 0.02}, {"params": [model.bias], "lr": 0.01}]
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_type": "linear", "warmup_min_lr": 0.002}}
@@ -179,7 +179,7 @@ def test_a_schedule_starts_from_each_groups_own_rate_and_passes_over_updates_tha
 
 
 @pytest.mark.ranks(2)
-def test_every_such_file_trains(world, tmp_path):
+def test_public_deepspeed_files_train(world, tmp_path):
     """Train one step with each file; rank 0 reports the values used for "auto" and the keys without effect."""
     for name, (values, ours, _) in FILES.items():
         values = json.loads(json.dumps(values).replace("/disk/", f"{tmp_path}/"))
@@ -207,7 +207,7 @@ def test_every_such_file_trains(world, tmp_path):
             engine.close()
 
 
-def test_all_that_cannot_be_done_is_told_in_one_line_with_what_is_meant():
+def test_unsupported_settings_are_reported_in_one_line():
     values = {
         "train_batch_size": 8,
         "zero_optimisation": {"stage": 2},
@@ -237,7 +237,7 @@ def test_all_that_cannot_be_done_is_told_in_one_line_with_what_is_meant():
         assert part in message, message
 
 
-def test_what_stands_for_auto_is_told_with_where_it_comes_from():
+def test_auto_values_are_reported_with_their_source():
     values, ours, _ = FILES["a vision and language model, ZeRO-3 offload"]
     filled = read_deepspeed(values, ranks=2, auto=Config.from_dict(ours)).filled
     assert "optimizer.params.lr 0.0003 (optim.lr)" in filled and "train_batch_size 48 (train.batch)" in filled

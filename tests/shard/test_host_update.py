@@ -13,7 +13,7 @@ from mpitrain.shard.offload import HostUpdate
 
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_both_ways_come_after_what_the_device_was_asked_before(device, dtype):
+def test_copies_in_both_directions_follow_earlier_device_work(device, dtype):
     stored = torch.zeros(8, dtype=dtype, device=device)
     gradient = torch.zeros(8, dtype=dtype, device=device)
     value = nn.Parameter(empty_pinned((8,), torch.float32, device).zero_())
@@ -25,11 +25,11 @@ def test_both_ways_come_after_what_the_device_was_asked_before(device, dtype):
         if step == 2:  # what was on its way for an update that was left out is not taken for this one's
             host.begin()
         else:
-            host.reduced(0)
+            host.copy_bucket(0)
         gradient.copy_(torch.full((8,), float(step), dtype=dtype, device=device))
         if step != 2:  # a further pass has changed it
             last[0] = step == 3
-            host.reduced(0)
+            host.copy_bucket(0)
             last[0] = True
         host.begin()
         read = stored.clone()  # as a forward pass would, which the device may be late with

@@ -21,23 +21,23 @@ WIDTH = 256
 
 
 @pytest.fixture(autouse=True)
-def smaller(monkeypatch):
-    monkeypatch.setattr(in_place, "LEAST", WIDTH**2)
+def small_threshold(monkeypatch):
+    monkeypatch.setattr(in_place, "MIN_ELEMENTS", WIDTH**2)
 
 
 class OnePlace:
     """Memory for the gradient of one weight."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self.memory, self.given = torch.empty_like(weight), 0
+        self.memory, self.requests = torch.empty_like(weight), 0
 
     def place(self, parameter):
         if parameter.grad is not None:
             return None
-        self.given += 1
+        self.requests += 1
         return self.memory.view_as(self.memory)
 
-    def holds(self, gradient) -> bool:
+    def contains(self, gradient) -> bool:
         return gradient.data_ptr() == self.memory.data_ptr()
 
 
@@ -59,7 +59,7 @@ def pair():
     ("out", "into", "shape"), [(512, 256, (1, 128, 256)), (256, 300, (3, 7, 300)), (700, 100, (2, 3, 2, 100))]
 )
 @pytest.mark.parametrize("bias", [True, False])
-def test_outputs_and_gradients_have_the_bits_of_torchs_own_layer(dtype, out, into, shape, bias):
+def test_outputs_and_gradients_equal_those_of_nn_linear(dtype, out, into, shape, bias):
     torch.manual_seed(0)
     plain = nn.Linear(into, out, bias).to(dtype)
     layer = copy.deepcopy(plain)
@@ -72,7 +72,7 @@ def test_outputs_and_gradients_have_the_bits_of_torchs_own_layer(dtype, out, int
         y.square().sum().backward()
         results.append([y, x.grad, *(p.grad for p in module.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert place.holds(layer.weight.grad)
+    assert place.contains(layer.weight.grad)
     hooked.remove()
 
 
@@ -83,16 +83,16 @@ def test_a_second_backward_pass_adds_to_the_first(pair):
         module(x).square().sum().backward()
         module(x + 1).square().sum().backward()
     assert torch.equal(layer.weight.grad, plain.weight.grad)
-    assert place.holds(layer.weight.grad) and place.given == 1
+    assert place.contains(layer.weight.grad) and place.requests == 1
 
 
-def test_results_of_torch_autograd_grad_are_the_callers(pair):
+def test_autograd_grad_does_not_use_flat_memory(pair):
     plain, layer, place = pair
     x = torch.randn(5, WIDTH, requires_grad=True)
     expected = torch.autograd.grad(plain(x).square().sum(), [x, plain.weight, plain.bias])
     gradients = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight, layer.bias])
     assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
-    assert place.given == 0
+    assert place.requests == 0
 
 
 def test_gradients_of_gradients_are_right(pair):
@@ -106,7 +106,7 @@ def test_gradients_of_gradients_are_right(pair):
 
 
 @pytest.mark.parametrize("elsewhere", ["compiled", "torch.func", "autocast", "a copy", "frozen", "not contiguous"])
-def test_where_it_cannot_be_done_the_layer_computes_as_ever(pair, elsewhere):
+def test_unsupported_cases_use_the_normal_computation(pair, elsewhere):
     plain, layer, place = pair
     results = []
     for module in (plain, layer):
@@ -131,10 +131,10 @@ def test_where_it_cannot_be_done_the_layer_computes_as_ever(pair, elsewhere):
         results.append([y, x.grad, weight.grad])
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
     assert elsewhere == "frozen" or torch.equal(results[0][2], results[1][2])
-    assert place.given == 0
+    assert place.requests == 0
 
 
-def test_small_tied_and_derived_layers_are_left_alone():
+def test_small_tied_and_derived_layers_are_unchanged():
     class Own(nn.Linear):
         pass
 
@@ -177,7 +177,7 @@ LARGE = 5  # weights of `Wide` that have a place: of the blocks, and of `twice`,
 
 
 @pytest.fixture
-def given(monkeypatch):
+def placed_parameters(monkeypatch):
     """Return a list of the parameters whose memory was handed out, in order."""
     parameters: list[nn.Parameter] = []
     for kind in (WholeGradients, ShardedGradients):
@@ -193,7 +193,7 @@ def given(monkeypatch):
     return parameters
 
 
-def trained(comm, **options):
+def train(comm, **options):
     """Train two steps of two microbatches; return the parameters."""
     model = Wide()
     engine = Engine(model, model.loss, torch.optim.AdamW(model.parameters(), lr=1e-3), comm, config_of(**options))
@@ -211,24 +211,24 @@ def trained(comm, **options):
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("spare_cores", [0, 1])
 @pytest.mark.parametrize("options", [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3, "share_node": False}], ids=str)
-def test_training_has_the_same_bits_as_with_copies(world, options, spare_cores, given, monkeypatch):
+def test_training_has_the_same_bits_as_with_copies(world, options, spare_cores, placed_parameters, monkeypatch):
     monkeypatch.setattr(world, "process", dataclasses.replace(world.process, spare_cores=spare_cores))
     comm = world.split(0)
-    in_place_state = trained(comm, bucket_mb=0.7, **options)
-    count = len(given)
-    monkeypatch.setattr(in_place, "LEAST", 1 << 40)
-    reference_state = trained(comm, bucket_mb=0.7, **options)
+    in_place_state = train(comm, bucket_mb=0.7, **options)
+    count = len(placed_parameters)
+    monkeypatch.setattr(in_place, "MIN_ELEMENTS", 1 << 40)
+    reference_state = train(comm, bucket_mb=0.7, **options)
     assert all(torch.equal(in_place_state[name], reference_state[name]) for name in reference_state)
     # the first microbatch of a step, or each of them where every one is reduced
     passes = 2 * (2 if options["zero"] >= 2 else 1)
     # a gathered model's root unit has the last bucket, but `twice`, which is in it, comes first
     each = LARGE - ("share_node" in options)
-    assert (count, len(given) - count) == (each * passes, 0)
+    assert (count, len(placed_parameters) - count) == (each * passes, 0)
     comm.free()
 
 
 @pytest.mark.ranks(1, 2)
-def test_distributed_data_parallel_computes_in_place_and_rebuilds(world, given):
+def test_distributed_data_parallel_computes_in_place_and_rebuilds(world, placed_parameters):
     wrapped, plain = DistributedDataParallel(Wide(), world, bucket_mb=0.5), Wide()
     tokens = torch.randint(WIDTH, (3, world.size, 8), generator=torch.Generator().manual_seed(1))
     for step in range(3):
@@ -240,4 +240,4 @@ def test_distributed_data_parallel_computes_in_place_and_rebuilds(world, given):
             (plain.loss(plain(mine), mine) / world.size).backward()
         for a, b in zip(wrapped.module.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad)
-    assert len(given) == 3 * LARGE
+    assert len(placed_parameters) == 3 * LARGE

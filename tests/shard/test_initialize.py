@@ -113,7 +113,7 @@ def test_a_deepspeed_file_trains_like_one_process_at_every_stage(world, folder, 
 
 
 @pytest.mark.ranks(1, 2)
-def test_our_settings_and_an_optimizer_of_ones_own(world, folder):
+def test_native_settings_and_user_defined_optimizer(world, folder):
     config = {"train": {"batch": BATCH, "clip": 0.5}, "parallel": {"zero": 2}}
     model = gpt()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
@@ -132,7 +132,7 @@ engine.save(sys.argv[1])
 
 
 @pytest.mark.ranks(2)
-def test_a_folder_of_checkpoints_is_one_jobs_whose_engines_may_save_in_turn(world, folder):
+def test_engines_of_one_job_share_a_checkpoint_folder(world, folder):
     engines = []
     for _ in range(2):
         model = nn.Linear(2, 1)
@@ -158,8 +158,8 @@ def _run(code, *arguments):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_an_engine_goes_on_from_what_another_saved(world, folder):
-    def made(zero):
+def test_an_engine_resumes_from_another_engines_checkpoint(world, folder):
+    def make_engine(zero):
         model = gpt()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -167,12 +167,12 @@ def test_an_engine_goes_on_from_what_another_saved(world, folder):
             model, optimizer, {"parallel": {"zero": zero}, "train": {"batch": world.size}}, scheduler=schedule
         )
 
-    engine = made(1)
+    engine = make_engine(1)
     train(engine, world, 3)
     saved = engine.save(folder / "run", {"epoch": 7})
     expected, rate = train(engine, world, 3, first=3), engine.lr
     engine.close()
-    engine = made(3)
+    engine = make_engine(3)
     assert engine.load(folder / "run") == {"epoch": 7}
     assert engine.steps == 3
     assert train(engine, world, 3, first=3) == pytest.approx(expected, rel=1e-6)
@@ -188,7 +188,7 @@ def test_an_engine_goes_on_from_what_another_saved(world, folder):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 2, "shard_within": "node"}])
-def test_engines_their_saves_and_loads_leave_nothing_in_mpi(world, folder, parallel):
+def test_engines_free_their_mpi_resources(world, folder, parallel):
     numbers = set()
     for _ in range(6):
         model = nn.Linear(3, 2)
@@ -209,7 +209,7 @@ def test_engines_their_saves_and_loads_leave_nothing_in_mpi(world, folder, paral
 
 
 @pytest.mark.ranks(1)
-def test_what_would_train_with_wrong_gradients_is_refused_in_a_line(world):
+def test_calls_that_give_wrong_gradients_are_refused(world):
     def engine(**more):
         model = nn.Linear(2, 1)
         return mt.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), {"train": {"batch": 2}}, **more)
@@ -253,15 +253,15 @@ def test_what_would_train_with_wrong_gradients_is_refused_in_a_line(world):
 
 
 @pytest.mark.ranks(2)
-def test_what_ranks_have_unlike_is_named_before_they_train_apart(world):
-    def engine(*, width=2, own=0.1, frozen=False, zero=1, precision="fp32", clip=0.5, lr=0.1, decay=0.0, make=False):
+def test_differences_between_ranks_are_reported_before_training(world):
+    def engine(*, width=2, sgd_lr=0.1, frozen=False, zero=1, precision="fp32", clip=0.5, lr=0.1, decay=0.0, make=False):
         model = nn.Sequential(nn.Linear(2, width), nn.Linear(width, 1))
         model[0].bias.requires_grad_(not frozen)
         config = {"train": {"batch": 2, "clip": clip, "precision": precision}, "parallel": {"zero": zero}}
-        if own is None:
+        if sgd_lr is None:
             return mt.initialize(model, config=config | {"optim": {"lr": lr}})
-        optimizer = torch.optim.SGD(model.parameters(), lr=own, weight_decay=decay)
-        return mt.initialize(model, (lambda p: torch.optim.SGD(p, lr=own)) if make else optimizer, config)
+        optimizer = torch.optim.SGD(model.parameters(), lr=sgd_lr, weight_decay=decay)
+        return mt.initialize(model, (lambda p: torch.optim.SGD(p, lr=sgd_lr)) if make else optimizer, config)
 
     for values, message in (
         (
@@ -270,9 +270,9 @@ def test_what_ranks_have_unlike_is_named_before_they_train_apart(world):
         ),
         ({"zero": (0, 3)}, r"^parallel\.zero is 0 on rank 0 and 3 on rank 1;"),
         ({"precision": ("fp32", "bf16")}, r"^train\.precision is fp32 on rank 0 and bf16 on rank 1;"),
-        ({"lr": (0.1, 0.2), "own": (None, None)}, r"^optim\.lr is 0.1 on rank 0 and 0.2 on rank 1;"),
-        ({"own": (0.1, 0.2)}, r"^optimizer\.param_groups\[0\]\.lr is 0.1 on rank 0 and 0.2 on rank 1;"),
-        ({"own": (0.1, 0.2), "make": (True, True)}, r"^optimizer\.param_groups\[0\]\.lr is 0.1 on rank 0 and 0.2"),
+        ({"lr": (0.1, 0.2), "sgd_lr": (None, None)}, r"^optim\.lr is 0.1 on rank 0 and 0.2 on rank 1;"),
+        ({"sgd_lr": (0.1, 0.2)}, r"^optimizer\.param_groups\[0\]\.lr is 0.1 on rank 0 and 0.2 on rank 1;"),
+        ({"sgd_lr": (0.1, 0.2), "make": (True, True)}, r"^optimizer\.param_groups\[0\]\.lr is 0.1 on rank 0 and 0.2"),
         ({"decay": (0.0, 0.1)}, r"^optimizer\.param_groups\[0\]\.weight_decay is 0 on rank 0 and 0.1 on rank 1;"),
         ({"width": (3, 4)}, r"^model\.0\.weight is float32 \[3, 2\] on rank 0 and float32 \[4, 2\] on rank 1;"),
         ({"frozen": (False, True)}, r"^model\.0\.bias is float32 \[2\] on rank 0 and float32 \[2\] frozen on rank 1;"),
@@ -287,13 +287,13 @@ def test_what_ranks_have_unlike_is_named_before_they_train_apart(world):
 
 
 @pytest.mark.ranks(1, 2)
-def test_states_of_another_optimizer_are_refused_and_those_of_the_same_are_not(world, folder):
+def test_only_states_of_the_same_optimizer_are_loaded(world, folder):
     def engine(kind, **options):
         model = nn.Linear(2, 1)
         optimizer = kind(model.parameters(), lr=0.1, **options)
         return mt.initialize(model, optimizer, {"train": {"batch": 2}, "parallel": {"zero": 1}})
 
-    def saved(name, kind, **options):
+    def save_engine(name, kind, **options):
         ours = engine(kind, **options)
         for _ in range(ours.settings.accumulate):
             ours.backward(ours(torch.ones(1, 2)).sum())
@@ -302,8 +302,8 @@ def test_states_of_another_optimizer_are_refused_and_those_of_the_same_are_not(w
         ours.close()
 
     adam, sgd = torch.optim.AdamW, torch.optim.SGD
-    saved("adam", adam)
-    saved("sgd", sgd)
+    save_engine("adam", adam)
+    save_engine("sgd", sgd)
     for kind, options in ((sgd, {}), (sgd, {"momentum": 0.9}), (adam, {"amsgrad": True})):
         ours = engine(kind, **options)
         with pytest.raises(InputError, match=r"another optimizer's states \(exp_avg, .* export .*adam weights\.pt"):

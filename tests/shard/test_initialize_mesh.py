@@ -74,7 +74,7 @@ def settings(*, train=None, optim=None, **parallel):
     return values | {"parallel": parallel} | ({"optim": optim} if optim else {})
 
 
-def made(optimizer=None, *, dropout=0.0, comm=None, optim=None, train=None, scheduler=None, **parallel):
+def make_engine(optimizer=None, *, dropout=0.0, comm=None, optim=None, train=None, scheduler=None, **parallel):
     model = net(dropout)
     if callable(optimizer) and getattr(optimizer, "whole", False):
         optimizer = optimizer(model)
@@ -90,17 +90,17 @@ def made(optimizer=None, *, dropout=0.0, comm=None, optim=None, train=None, sche
     )
 
 
-def trained(engine, steps, first=0):
+def train(engine, steps, first=0):
     coming = microbatches(engine, first)
     return [(engine.train_batch(coming), engine.norm) for _ in range(steps)]
 
 
-def close(found, wanted):
-    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in wanted], rel=1e-5)
-    assert [norm for _, norm in found] == pytest.approx([norm for _, norm in wanted], rel=1e-4)
+def check_close(actual, expected):
+    assert [loss for loss, _ in actual] == pytest.approx([loss for loss, _ in expected], rel=1e-5)
+    assert [norm for _, norm in actual] == pytest.approx([norm for _, norm in expected], rel=1e-4)
 
 
-def alone(optimizer_of, steps, scheduler_of=lambda optimizer: None):
+def train_alone(optimizer_of, steps, scheduler_of=lambda optimizer: None):
     """Train with plain torch in one process; return losses and norms, an evaluation loss, and the parameters."""
     model = net()
     optimizer = optimizer_of(model)
@@ -121,14 +121,14 @@ def alone(optimizer_of, steps, scheduler_of=lambda optimizer: None):
     return results, evaluated, model.state_dict()
 
 
-def grouped(model):
+def grouped_adamw(model):
     """Return an optimizer whose groups depend on the names in the whole model."""
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     others = [p for name, p in model.named_parameters() if "norm" not in name]
     return torch.optim.AdamW([{"params": norms, "lr": 3e-2, "weight_decay": 0.0}, {"params": others}], lr=1e-2)
 
 
-grouped.whole = True
+grouped_adamw.whole = True
 halved = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
 MESHES = {
     2: [{"pipeline": 2, "zero": 1}, {"tensor": 2}, {"zero": 2}],
@@ -139,16 +139,16 @@ MESHES = {
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_ten_steps_on_a_mesh_are_those_of_one_process(world, number):
+def test_ten_steps_on_a_mesh_match_one_process(world, number):
     parallel = MESHES[world.size][number]
-    expected, evaluated, state = alone(grouped, 10, halved)
-    engine = made(grouped, scheduler=halved, **parallel)
+    expected, evaluated, state = train_alone(grouped_adamw, 10, halved)
+    engine = make_engine(grouped_adamw, scheduler=halved, **parallel)
     assert [*engine.mesh.shape.values()] == [engine.data_size, parallel.get("pipeline", 1), parallel.get("tensor", 1)]
     assert engine.settings.accumulate == BATCH // (MICRO * engine.data_size)
     ends = world.all_gather_object([engine.is_first_stage, engine.is_last_stage])
     stages = engine.mesh.pipeline.size
     assert [sum(each) for each in zip(*ends, strict=True)] == [world.size // stages] * 2
-    close(trained(engine, 10), expected)
+    check_close(train(engine, 10), expected)
     assert engine.lr == pytest.approx(3e-2 * 0.5**5)
     x, y = (t[engine.data_rank :: engine.data_size] for t in batch(99))
     assert engine.evaluate([(x[:3], y[:3]), (x[3:], y[3:])]) == pytest.approx(evaluated, rel=1e-5)
@@ -160,34 +160,34 @@ def test_ten_steps_on_a_mesh_are_those_of_one_process(world, number):
 
 
 @pytest.mark.ranks(2)
-def test_an_optimizer_that_needs_whole_matrices_is_refused_where_tensor_ranks_have_parts_of_them(world):
+def test_optimizers_that_need_whole_matrices_are_refused_with_tensor_parallelism(world):
     for optimizer, optim in ((torch.optim.Adafactor, None), (None, {"name": "adafactor", "lr": 1e-2})):
-        with pytest.raises(InputError, match=r"Adafactor cannot be sharded: .* parallel\.tensor 1, or say"):
-            made(optimizer, optim=optim, tensor=2)
+        with pytest.raises(InputError, match=r"Adafactor cannot be sharded: .* parallel\.tensor 1, or set `opt"):
+            make_engine(optimizer, optim=optim, tensor=2)
 
 
 @pytest.mark.ranks(2)
-def test_stages_may_have_other_groups_of_the_configurations_optimizer_and_go_on_with_their_rates(world, folder):
+def test_stages_may_have_different_parameter_groups_and_resume_their_rates(world, folder):
     optim = {**ADAMW, "groups": [{"match": "blocks.3.*", "lr_scale": 0.1}, {"match": "blocks.0.norm.*", "lr": 3e-2}]}
-    whole = made(optim=optim, comm=world.split(world.rank))
-    expected = trained(whole, 6)
+    whole = make_engine(optim=optim, comm=world.split(world.rank))
+    expected = train(whole, 6)
     whole.close()
-    engine = made(optim=optim, pipeline=2)
+    engine = make_engine(optim=optim, pipeline=2)
     groups = world.all_gather_object([sorted({g.get("lr_scale", 1.0) for g in engine.optimizer.param_groups})])
     assert groups[0] != groups[1]
-    close(trained(engine, 3), expected[:3])
+    check_close(train(engine, 3), expected[:3])
     engine.save(folder / "c")
     engine.close()
-    engine = made(optim=optim, pipeline=2)
+    engine = make_engine(optim=optim, pipeline=2)
     engine.load(folder / "c")
-    close(trained(engine, 3, first=3), expected[3:])
+    check_close(train(engine, 3, first=3), expected[3:])
     engine.close()
 
 
 # -- checkpoints
 
 
-def drawn(world):
+def draw_numbers(world):
     """Draw a number from each random generator; a resumed run must draw the same ones."""
     return [random.random(), float(np.random.rand()), float(np.random.randn()), torch.rand(1).item()]
 
@@ -200,27 +200,27 @@ DROPPING = {
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_a_run_with_dropout_goes_on_to_the_bit(world, folder):
+def test_a_run_with_dropout_resumes_bitwise(world, folder):
     for number, parallel in enumerate(DROPPING[world.size]):
-        engine = made(optim=ADAMW, dropout=0.3, train={"recompute": number == 0}, **parallel)
+        engine = make_engine(optim=ADAMW, dropout=0.3, train={"recompute": number == 0}, **parallel)
         torch.manual_seed(world.rank)  # as a loop may have done after a while
         random.seed(world.rank)
         np.random.seed(world.rank)
         np.random.randn()
-        trained(engine, 3)
+        train(engine, 3)
         engine.save(folder / f"{number}", {"epoch": 2})
-        expected = trained(engine, 3, first=3), drawn(world)
+        expected = train(engine, 3, first=3), draw_numbers(world)
         engine.close()
-        engine = made(optim=ADAMW, dropout=0.3, train={"recompute": number == 0}, **parallel)
-        trained(engine, 2)
+        engine = make_engine(optim=ADAMW, dropout=0.3, train={"recompute": number == 0}, **parallel)
+        train(engine, 2)
         assert engine.load(folder / f"{number}") == {"epoch": 2} and engine.steps == 3
-        assert (trained(engine, 3, first=3), drawn(world)) == expected
+        assert (train(engine, 3, first=3), draw_numbers(world)) == expected
         engine.close()
 
 
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 @pytest.mark.ranks(2)
-def test_on_a_device_and_in_16_bits_a_divided_model_trains_and_goes_on_to_the_bit(world, folder, device):
+def test_divided_model_trains_and_resumes_bitwise_on_a_device_in_16_bits(world, folder, device):
     def begin(**parallel):
         values = settings(optim=ADAMW, train={"precision": "bf16"}, **parallel) | {"run": {"device": device.type}}
         return mt.initialize(net(0.3), config=values, loss=nn.functional.mse_loss, plan=PLAN, blocks=NAMES)
@@ -228,58 +228,58 @@ def test_on_a_device_and_in_16_bits_a_divided_model_trains_and_goes_on_to_the_bi
     for parallel in ({"pipeline": 2, "zero": 1}, {"tensor": 2}):
         engine = begin(**parallel)
         assert engine.device == device and {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
-        first = trained(engine, 3)
+        first = train(engine, 3)
         saved = engine.save(folder / str(parallel.get("tensor")))
-        expected = trained(engine, 2, first=3), torch.rand(1, device=device).item()
+        expected = train(engine, 2, first=3), torch.rand(1, device=device).item()
         assert expected[0][-1][0] < first[0][0] and all(
             tensor.device == device for tensor in engine.state_dict().values()
         )
         engine.close()
         engine = begin(**parallel)
         engine.load(saved)
-        assert (trained(engine, 2, first=3), torch.rand(1, device=device).item()) == expected
+        assert (train(engine, 2, first=3), torch.rand(1, device=device).item()) == expected
         engine.close()
 
 
 @pytest.mark.ranks(2)
-def test_a_divided_model_leaves_the_callers_generators_alone(world):
+def test_a_divided_model_does_not_change_the_callers_generators(world):
     for parallel in ({"pipeline": 2}, {"tensor": 2}):
-        engine = made(optim=ADAMW, dropout=0.3, **parallel)
+        engine = make_engine(optim=ADAMW, dropout=0.3, **parallel)
         torch.manual_seed(5)
         expected = torch.rand(1)
         torch.manual_seed(5)
-        losses = world.all_gather_object(trained(engine, 2))
+        losses = world.all_gather_object(train(engine, 2))
         assert losses[0] == losses[1]
-        assert torch.equal(torch.rand(1), expected)  # with which a DataLoader shuffles alike on all ranks
+        assert torch.equal(torch.rand(1), expected)  # which makes a DataLoader shuffle identically on all ranks
         engine.close()
 
 
 @pytest.mark.ranks(2)
-def test_a_checkpoint_of_a_pipeline_fits_other_layouts_and_is_exported(world, folder):
-    engine = made(optim=ADAMW, pipeline=2)
-    trained(engine, 4)
+def test_a_pipeline_checkpoint_loads_in_other_layouts_and_is_exported(world, folder):
+    engine = make_engine(optim=ADAMW, pipeline=2)
+    train(engine, 4)
     saved = engine.save(folder / "run")
     state = engine.state_dict()
-    expected = trained(engine, 4, first=4)
+    expected = train(engine, 4, first=4)
     engine.close()
     drawings = []
     for parallel in ({"tensor": 2}, {"zero": 2}, {"pipeline": 2, "zero": 1}):
-        engine = made(optim=ADAMW, **parallel)
+        engine = make_engine(optim=ADAMW, **parallel)
         engine.load(folder / "run")
-        drawings.append(world.all_gather_object(drawn(world)))
-        close(trained(engine, 4, first=4), expected)
+        drawings.append(world.all_gather_object(draw_numbers(world)))
+        check_close(train(engine, 4, first=4), expected)
         engine.close()
-    engine = made(optim=ADAMW, tensor=2)
+    engine = make_engine(optim=ADAMW, tensor=2)
     engine.load(folder / "run")
-    assert world.all_gather_object(drawn(world)) == drawings[0]  # seeded for the step and the place in the data
+    assert world.all_gather_object(draw_numbers(world)) == drawings[0]  # seeded for the step and the place in the data
     assert drawings[0][0] == drawings[0][1] == drawings[1][0] != drawings[1][1]
     engine.close()
     one = world.subgroup([0])
     if one is not None:
-        engine = made(optim=ADAMW, comm=one)
+        engine = make_engine(optim=ADAMW, comm=one)
         engine.load(saved)
-        assert drawn(world) == drawings[0][0]
-        close(trained(engine, 4, first=4), expected)
+        assert draw_numbers(world) == drawings[0][0]
+        check_close(train(engine, 4, first=4), expected)
         engine.close()
         one.free()
         out = folder / "model.safetensors"
@@ -292,11 +292,11 @@ def test_a_checkpoint_of_a_pipeline_fits_other_layouts_and_is_exported(world, fo
     world.barrier()
 
 
-# -- what is one's own, and what is refused
+# -- user-defined optimizers, and refused arguments
 
 
 @pytest.mark.ranks(2)
-def test_a_function_makes_the_optimizer_of_each_ranks_part(world):
+def test_a_function_can_create_the_optimizer_of_each_rank(world):
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
     engine = mt.initialize(
         model,
@@ -314,7 +314,7 @@ def test_a_function_makes_the_optimizer_of_each_ranks_part(world):
     engine.close()
 
 
-def refused(world, message, call):
+def check_refused(world, message, call):
     with pytest.raises(InputError, match=message) as error:
         call()
     assert "\n" not in str(error.value)
@@ -322,11 +322,11 @@ def refused(world, message, call):
 
 
 @pytest.mark.ranks(2)
-def test_what_cannot_be_is_told_in_one_line(world):
-    def begin(model=None, optimizer=None, config=None, **given):
+def test_invalid_arguments_are_refused_in_one_line(world):
+    def begin(model=None, optimizer=None, config=None, **options):
         parallel = {"pipeline": 2} if config is None else config
         values = {"train": {"batch": BATCH}, "parallel": parallel}
-        return lambda: mt.initialize(model or net(), optimizer, values, **{"loss": nn.functional.mse_loss, **given})
+        return lambda: mt.initialize(model or net(), optimizer, values, **{"loss": nn.functional.mse_loss, **options})
 
     used = net()
     stepped = torch.optim.AdamW(used.parameters())
@@ -336,31 +336,37 @@ def test_what_cannot_be_is_told_in_one_line(world):
     uneven = lambda params: torch.optim.SGD([{"params": [p]} for p in params], lr=0.1)  # noqa: E731
     head = nn.Sequential(nn.Embedding(8, WIDTH), nn.Linear(WIDTH, 8))
     head.criterion = nn.CrossEntropyLoss()
-    refused(world, "Net does not say where it may be cut; .* an nn.Sequential", begin())
-    refused(world, "Net has no module 'outo'", begin(blocks=[*NAMES[:-1], "outo"]))
-    refused(world, r"parameters \['out.*'\] of the model are in none|parameters .* in none", begin(blocks=NAMES[1:-1]))
-    refused(world, "Net does not say how it is to be divided; .* tensor_plan", begin(config={"tensor": 2}))
-    refused(world, "the optimizer has a state already", begin(used, stepped, blocks=NAMES))
-    refused(world, "parameters that are not the model's", begin(None, strange, blocks=NAMES))
-    refused(world, "made 7 groups of parameters on rank 0 and 19 on rank 1", begin(
+    check_refused(world, "Net does not say where it may be cut; .* an nn.Sequential", begin())
+    check_refused(world, "Net has no module 'outo'", begin(blocks=[*NAMES[:-1], "outo"]))
+    check_refused(
+        world, r"parameters \['out.*'\] of the model are in none|parameters .* in none", begin(blocks=NAMES[1:-1])
+    )
+    check_refused(world, "Net does not define how to divide it; .* tensor_plan", begin(config={"tensor": 2}))
+    check_refused(world, "the optimizer has a state already", begin(used, stepped, blocks=NAMES))
+    check_refused(world, "parameters that are not the model's", begin(None, strange, blocks=NAMES))
+    check_refused(world, "made 7 groups of parameters on rank 0 and 19 on rank 1", begin(
         None, uneven, {"pipeline": 2, "cut": [2, 4]}, blocks=NAMES))  # fmt: skip
-    refused(world, "returned a list; let it return an optimizer", begin(None, list, blocks=NAMES))
-    refused(world, "stages need a loss, and Net has none", begin(blocks=NAMES, loss=None))
-    refused(world, "parallel.cut time measures blocks", begin(blocks=NAMES, config={"pipeline": 2, "cut": "time"}))
-    refused(world, "the model has 6 blocks, but there are 8 stages", begin(
+    check_refused(world, "returned a list; let it return an optimizer", begin(None, list, blocks=NAMES))
+    check_refused(world, "stages need a loss, and Net has none", begin(blocks=NAMES, loss=None))
+    check_refused(
+        world, "parallel.cut time measures blocks", begin(blocks=NAMES, config={"pipeline": 2, "cut": "time"})
+    )
+    check_refused(world, "the model has 6 blocks, but there are 8 stages", begin(
         blocks=NAMES, config={"pipeline": 2, "schedule": "interleaved", "chunks": 4}))  # fmt: skip
-    refused(world, "scores of Sequential divided, which the given loss cannot know", begin(
+    check_refused(world, "scores of Sequential divided, which the given loss cannot know", begin(
         head, config={"tensor": 2}, plan={"1": "vocabulary"}))  # fmt: skip
     odd = {"train": {"batch": 7, "microbatch": 2}, "parallel": {"pipeline": 2}}
-    refused(world, "train.batch 7 is not 2 x 3 x 1 ranks", lambda: mt.initialize(net(), config=odd))
+    check_refused(world, "train.batch 7 is not 2 x 3 x 1 ranks", lambda: mt.initialize(net(), config=odd))
     none = {"parallel": {"pipeline": 2}}
-    refused(world, "a pipeline computes all microbatches of a step in one call: set train.batch", lambda: mt.initialize(
+    check_refused(world, "a pipeline computes all microbatches of a step in one call: set", lambda: mt.initialize(
         net(), config=none))  # fmt: skip
-    engine = made(optim=ADAMW, pipeline=2)
+    engine = make_engine(optim=ADAMW, pipeline=2)
     coming = microbatches(engine)
-    refused(world, r"engine\(...\) is not for a model in stages.*use engine.train_batch", lambda: engine(*batch(0)))
-    refused(world, "come from an iterator, and this is a list", lambda: engine.train_batch([batch(0)]))
-    refused(world, "ended after 5 of the 6 microbatches", lambda: engine.train_batch(itertools.islice(coming, 5)))
+    check_refused(
+        world, r"engine\(...\) is not for a model in stages.*use engine.train_batch", lambda: engine(*batch(0))
+    )
+    check_refused(world, "come from an iterator, and this is a list", lambda: engine.train_batch([batch(0)]))
+    check_refused(world, "ended after 5 of the 6 microbatches", lambda: engine.train_batch(itertools.islice(coming, 5)))
     with pytest.raises(StopIteration):
         engine.train_batch(iter(()))
     assert engine.train_batch(coming) > 0

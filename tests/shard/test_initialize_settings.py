@@ -50,12 +50,12 @@ def settings_of(values, ranks):
         ),
     ],
 )  # fmt: skip
-def test_a_key_that_means_nothing_here_is_named(values, message):
+def test_unsupported_keys_are_named(values, message):
     with pytest.raises(InputError, match=message):
         read_deepspeed(values, ranks=2)
 
 
-def test_a_configuration_as_people_have_it_is_taken_with_what_is_off_named():
+def test_typical_configuration_is_accepted_and_inactive_keys_are_reported():
     """Use a typical configuration file, with all the keys that are off or empty in it."""
     off = {"enabled": False}
     settings = settings_of(
@@ -108,14 +108,14 @@ def test_a_configuration_as_people_have_it_is_taken_with_what_is_off_named():
         ({"elastic": {"mode": "shrink"}}, "elastic.mode"),
     ],
 )
-def test_a_key_of_ours_that_initialize_does_nothing_with_is_named(values, named):
+def test_settings_that_initialize_ignores_are_refused_by_name(values, named):
     with pytest.raises(InputError, match=named):
         from_config(Config.from_dict(values), 2, own_optimizer=True)
     with pytest.raises(InputError, match=r"run\.toml: mt\.initialize ignores run.seed"):
         from_config(Config.from_dict({"run": {"seed": 1}}), 2, own_optimizer=False, origin="run.toml")
 
 
-def test_what_asks_for_nothing_is_no_error_and_a_batch_that_was_not_given_cuts_nothing():
+def test_settings_without_effect_are_accepted():
     off = {"run": {"reproducible": False}, "parallel": {"pipeline": 1, "data": 3}, "monitor": {"timeline": ""}}
     settings = from_config(Config.from_dict(off | {"comm": {"timeout": 9.0}}), 3, own_optimizer=True)
     assert (settings.microbatch, settings.accumulate, settings.config.comm.timeout) == (0, 1, 9.0)
@@ -149,7 +149,7 @@ def test_the_configuration_of_a_finished_run_configures_an_engine(world, folder,
     engine.close()
 
 
-def test_of_a_runs_configuration_only_what_would_train_otherwise_is_refused():
+def test_only_settings_that_change_training_are_refused_in_a_runs_configuration():
     def settings(own_optimizer=True, **sections):
         resolved = Config().model_dump()
         for section, keys in sections.items():
@@ -183,11 +183,11 @@ def test_an_optimizer_or_a_scheduler_given_twice_is_refused(world):
     ("said", "clip"),
     [({}, 1.0), *(({"gradient_clipping": value}, clip) for value, clip in ((0, 0.0), (2, 2.0), (-1, 0.0)))],
 )
-def test_gradients_are_clipped_at_one_where_a_deepspeed_configuration_says_nothing_and_never_reversed(said, clip):
+def test_deepspeed_clipping_defaults_to_one_and_is_never_negative(said, clip):
     assert read_deepspeed({"train_batch_size": 4, **said}, 2).config.train.clip == clip
 
 
-def test_a_deepspeed_configuration_is_taken_over():
+def test_a_deepspeed_configuration_is_converted():
     settings = settings_of(
         {
             "train_micro_batch_size_per_gpu": 2,
@@ -210,7 +210,7 @@ def test_a_deepspeed_configuration_is_taken_over():
     assert (settings.microbatch, settings.accumulate, settings.config.parallel.zero) == (2, 3, 2)
     scale = settings.deepspeed.scale
     assert settings.config.parallel.offload == "host" and (scale["value"], scale["patience"]) == (256, 5)
-    assert scale["spare"] == 1  # DeepSpeed's hysteresis is 2 unless told otherwise
+    assert scale["spare"] == 1  # DeepSpeed's hysteresis is 2 by default
     assert settings.without_effect == ("steps_per_print", "zero_optimization.contiguous_gradients")
     rates = [settings.schedule.rate(update) for update in (0, 1, 2, 11, 16, 21, 25)]
     assert rates == pytest.approx([0.0, 0.0, 0.01, 0.1, 0.05, 0.0, 0.0])

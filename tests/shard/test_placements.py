@@ -14,7 +14,7 @@ from mpitrain.shard.gradients import Gradients, ShardedGradients, WholeGradients
 from mpitrain.shard.parameters import Parameters, ReplicatedParameters, ShardedParameters
 
 
-def test_nothing_asks_which_placement_it_has():
+def test_no_code_checks_the_type_of_a_placement():
     placements = {
         kind.__name__
         for base in (Parameters, Gradients)
@@ -34,14 +34,14 @@ def test_nothing_asks_which_placement_it_has():
     assert places == []
 
 
-def test_replicated_parameters_give_stretches_of_the_module_itself():
+def test_replicated_parameters_give_views_of_the_module_itself():
     layer = nn.Linear(3, 4)
     (group,) = flat_groups([layer.bias, layer.weight], bucket_mb=1)
     parameters = ReplicatedParameters([group])
     offset = group.layout.places[1].offset
-    parameters.own(0, offset + 3, offset + 6).fill_(7.0)
+    parameters.local_view(0, offset + 3, offset + 6).fill_(7.0)
     assert torch.equal(layer.weight[1], torch.full((3,), 7.0))
     assert not parameters.gathers and parameters.buffer_bytes() == 0
     assert parameters.nbytes() == (12 + 4) * 4
-    with parameters.whole(), parameters.watch_saved(lambda tensor: None):
+    with parameters.unshard_all(), parameters.watch_saved(lambda tensor: None):
         pass

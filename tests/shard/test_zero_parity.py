@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from shard.steps import OPTIMIZERS, alone, engine_of, gpt, images, on, resnet, steps_of, tokens
+from shard.steps import OPTIMIZERS, engine_of, gpt, images, on_device, resnet, tokens, train_alone, train_steps
 from support import config_of
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -35,31 +35,33 @@ PLACEMENTS = {
 @pytest.fixture(scope="module")
 def expected():
     """Return losses and parameters of one process, by optimizer."""
-    return {name: alone(m := gpt(), m.loss, OPTIMIZERS[name](m.parameters()), tokens) for name in ("adamw", "sgd")}
+    return {
+        name: train_alone(m := gpt(), m.loss, OPTIMIZERS[name](m.parameters()), tokens) for name in ("adamw", "sgd")
+    }
 
 
 @pytest.fixture(scope="module")
-def few():
+def four_steps():
     """Return losses and parameters of one process after four steps."""
-    return alone(m := gpt(), m.loss, OPTIMIZERS["adamw"](m.parameters()), tokens, steps=4)
+    return train_alone(m := gpt(), m.loss, OPTIMIZERS["adamw"](m.parameters()), tokens, steps=4)
 
 
 @pytest.fixture(scope="module")
-def eight():
+def eight_steps():
     """Return losses and parameters of one process after eight steps, with the attention kernel that devices use."""
     with sdpa_kernel(SDPBackend.MATH):
-        return alone(m := gpt(), m.loss, OPTIMIZERS["adamw"](m.parameters()), tokens, steps=8)
+        return train_alone(m := gpt(), m.loss, OPTIMIZERS["adamw"](m.parameters()), tokens, steps=8)
 
 
 @pytest.fixture(scope="module")
 def last_of_forty():
     """Return the loss of one process in its 40th step."""
-    return alone(m := gpt(), m.loss, OPTIMIZERS["adamw"](m.parameters()), tokens, steps=40)[0][-1]
+    return train_alone(m := gpt(), m.loss, OPTIMIZERS["adamw"](m.parameters()), tokens, steps=40)[0][-1]
 
 
-def close(engine, wanted):
+def check_parameters(engine, reference):
     state = engine.state_dict()
-    for name, value in wanted.items():
+    for name, value in reference.items():
         torch.testing.assert_close(state[name].cpu(), value, rtol=1e-5, atol=1e-6)
 
 
@@ -75,22 +77,22 @@ def test_ten_steps_are_those_of_one_process(world, expected, placement, optimize
 
 @pytest.mark.ranks(8)
 @pytest.mark.parametrize("placement", ["ddp", "zero2", "zero3-units"])
-def test_steps_of_many_ranks_with_a_sample_or_two_each_are_those_of_one_process(world, few, placement):
-    take_steps(world, few, "adamw", 1, steps=4, **PLACEMENTS[placement])
+def test_many_ranks_with_few_samples_match_one_process(world, four_steps, placement):
+    take_steps(world, four_steps, "adamw", 1, steps=4, **PLACEMENTS[placement])
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 @pytest.mark.parametrize("offload", ["", "host"])
 @pytest.mark.parametrize("placement", ["ddp", "zero1", "zero2", "zero3"])
-def test_steps_on_a_device_are_those_on_the_cpu(world, eight, placement, offload, device):
+def test_steps_on_a_device_match_the_cpu(world, eight_steps, placement, offload, device):
     """Compare losses and parameters, and check that the account lists the states on the host separately."""
     with sdpa_kernel(SDPBackend.MATH):
         options = PLACEMENTS[placement] | {"bucket_mb": 0.004, "offload": offload}
         engine = engine_of(gpt().to(device), world, "fused", **options)
-        losses = steps_of(engine, world, on(device, tokens), steps=8, microbatches=2)
-    assert losses == pytest.approx(eight[0], rel=0, abs=2e-6)
-    close(engine, eight[1])
+        losses = train_steps(engine, world, on_device(device, tokens), steps=8, microbatches=2)
+    assert losses == pytest.approx(eight_steps[0], rel=0, abs=2e-6)
+    check_parameters(engine, eight_steps[1])
     account = engine.memory()
     states = [t for state in engine.optimizer.state.values() for t in state.values() if t.numel() > 1]
     assert {t.is_cpu for t in states} == {bool(offload)}
@@ -101,7 +103,7 @@ def test_steps_on_a_device_are_those_on_the_cpu(world, eight, placement, offload
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_parameters_of_stage_3_kept_on_the_host_train_as_those_on_the_device(world, precision, device, tmp_path):
+def test_stage_3_parameters_on_the_host_train_as_on_the_device(world, precision, device, tmp_path):
     """Keep parameters on the host or in files, on all ranks and on one; they are updated there with any offload."""
     alone = world.split(world.rank)
     with sdpa_kernel(SDPBackend.MATH):
@@ -111,10 +113,10 @@ def test_parameters_of_stage_3_kept_on_the_host_train_as_those_on_the_device(wor
                 options = {"zero": 3, "offload_parameters": offload, "offload": "host", "bucket_mb": 0.004}
                 options |= {"offload": ""} if number == 2 else {}
                 engine = engine_of(gpt().to(device), comm, "fused", precision=precision, **options)
-                losses[number] = steps_of(engine, comm, on(device, tokens), steps=3, microbatches=2)
+                losses[number] = train_steps(engine, comm, on_device(device, tokens), steps=3, microbatches=2)
                 account = engine.memory()
                 first, last = engine.sharding.groups[0].layout.share(0, comm.rank)
-                assert engine.sharding.parameters.own(0, first, last).is_cpu == bool(offload)
+                assert engine.sharding.parameters.local_view(0, first, last).is_cpu == bool(offload)
                 assert not offload or account.host >= account.parameters + account.states > 0
                 assert all(p.device == device for p in engine.module.parameters())
                 engine.close()
@@ -125,41 +127,41 @@ def test_parameters_of_stage_3_kept_on_the_host_train_as_those_on_the_device(wor
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 @pytest.mark.parametrize("placement", ["zero1", "zero3"])
-def test_the_update_on_the_host_skips_and_goes_on_as_the_devices_does(world, placement, device):
+def test_host_update_skips_and_continues_like_the_device_update(world, placement, device):
     """Train in 16 bits; a skipped update leaves no gradients behind for the next one."""
     losses = {}
     for offload in ("", "host"):
         engine = engine_of(gpt().to(device), world, "fused", precision="fp16", offload=offload, **PLACEMENTS[placement])
         engine.scale.value = 2.0**60  # the first steps overflow
-        data, step_losses = on(device, tokens), []
+        data, step_losses = on_device(device, tokens), []
         for step in range(4):
             engine.scale.value = 1024.0 if step % 2 else 2.0**60
-            step_losses += steps_of(engine, world, data, first=step, steps=1)
+            step_losses += train_steps(engine, world, data, first=step, steps=1)
         losses[offload] = step_losses
         engine.close()
     assert losses["host"] == pytest.approx(losses[""], rel=1e-3) and losses[""][-1] != losses[""][0]
 
 
-def take_steps(world, wanted, optimizer, microbatches, steps=10, **options):
+def take_steps(world, reference, optimizer, microbatches, steps=10, **options):
     engine = engine_of(gpt(), world, optimizer, bucket_mb=0.004, **options)
-    losses = steps_of(engine, world, tokens, steps=steps, microbatches=microbatches)
-    assert losses == pytest.approx(wanted[0], rel=1e-5)
-    close(engine, wanted[1])
+    losses = train_steps(engine, world, tokens, steps=steps, microbatches=microbatches)
+    assert losses == pytest.approx(reference[0], rel=1e-5)
+    check_parameters(engine, reference[1])
     engine.close()
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("placement", ["zero1", "zero2-private", "zero3", "zero3-units"])
-def test_norms_of_whole_parameters_that_lamb_and_lars_need_are_those_of_one_process(world, placement):
+def test_lamb_and_lars_match_one_process(world, placement):
     """Use shares that end in the middle of matrices, and clipped gradients."""
     for kind, options in ((Lamb, {"lr": 0.01}), (Lars, {"lr": 0.1, "trust_coefficient": 0.1, "weight_decay": 0.1})):
         whole, model = gpt(), gpt()
-        single_process = alone(whole, whole.loss, kind(whole.parameters(), **options), tokens, steps=3)
+        single_process = train_alone(whole, whole.loss, kind(whole.parameters(), **options), tokens, steps=3)
         optimizer = kind(model.parameters(), **options)
         placed = config_of(bucket_mb=0.004, clip=0.5, **PLACEMENTS[placement])
         engine = Engine(model, model.loss, optimizer, world, placed)
-        assert steps_of(engine, world, tokens, steps=3) == pytest.approx(single_process[0], rel=1e-5)
-        close(engine, single_process[1])
+        assert train_steps(engine, world, tokens, steps=3) == pytest.approx(single_process[0], rel=1e-5)
+        check_parameters(engine, single_process[1])
         engine.close()
     model = gpt()
     with pytest.raises(InputError, match="lamb and lars add up squares in an order that depends"):
@@ -168,7 +170,7 @@ def test_norms_of_whole_parameters_that_lamb_and_lars_need_are_those_of_one_proc
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("placement", ["zero1", "zero2", "zero3-units"])
-def test_random_delays_change_nothing(world, expected, placement):
+def test_random_delays_do_not_change_results(world, expected, placement):
     chance = random.Random(world.rank)
     engine = engine_of(gpt(), world, bucket_mb=0.004, **PLACEMENTS[placement])
     reduction = engine.sharding.gradients.reduction
@@ -182,22 +184,22 @@ def test_random_delays_change_nothing(world, expected, placement):
         return delayed
 
     reduction.scatter, engine.sharding.parameters.publish = late(scatter), late(publish)
-    losses = steps_of(engine, world, tokens, microbatches=3, delay=late(lambda: None))
+    losses = train_steps(engine, world, tokens, microbatches=3, delay=late(lambda: None))
     assert losses == pytest.approx(expected["adamw"][0], rel=1e-5)
-    close(engine, expected["adamw"][1])
+    check_parameters(engine, expected["adamw"][1])
     engine.close()
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_what_goes_on_beside_backward_where_a_core_is_free_changes_nothing(world, few, placement, monkeypatch):
+def test_overlapped_communication_does_not_change_results(world, four_steps, placement, monkeypatch):
     monkeypatch.setattr(world, "process", dataclasses.replace(world.process, spare_cores=1))
     comm = world.split(0)
     assert comm.overlaps
     engine = engine_of(gpt(), comm, bucket_mb=0.004, **PLACEMENTS[placement])
-    losses = steps_of(engine, comm, tokens, steps=4, microbatches=3)
-    assert losses == pytest.approx(few[0], rel=1e-5)
-    close(engine, few[1])
+    losses = train_steps(engine, comm, tokens, steps=4, microbatches=3)
+    assert losses == pytest.approx(four_steps[0], rel=1e-5)
+    check_parameters(engine, four_steps[1])
     engine.close()
     comm.free()
 
@@ -220,21 +222,21 @@ class Branches(nn.Module):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
 @pytest.mark.parametrize("placement", ["ddp", "zero1", "zero2", "zero3", "zero3-units"])
-def test_a_gradient_of_an_earlier_step_is_gone_where_none_came(world, placement, reduce_dtype):
+def test_gradients_of_earlier_steps_are_cleared(world, placement, reduce_dtype):
     model, whole = Branches(), Branches()
     engine = engine_of(model, world, "sgd", clip=0.0, reduce_dtype=reduce_dtype, **PLACEMENTS[placement])
     plain = torch.optim.SGD(whole.parameters(), lr=0.1)
     engine.optimizer.param_groups[0]["momentum"] = 0.0
     samples = torch.randn(4, world.size, 2, 5, generator=torch.Generator().manual_seed(1))
-    for step, who in enumerate((range(world.size), (), (0,), ())):  # the ranks that use the second layer
-        used = [torch.full((2,), rank in who) for rank in range(world.size)]
+    for step, ranks in enumerate((range(world.size), (), (0,), ())):  # the ranks that use the second layer
+        used = [torch.full((2,), rank in ranks) for rank in range(world.size)]
         engine.forward_backward([[(samples[step, world.rank], used[world.rank])]], 2 * world.size)
         engine.step()
         plain.zero_grad()
         for rank in range(world.size):
             (whole.loss(whole(samples[step, rank]), used[rank]) / world.size).backward()
         plain.step()
-        close(engine, dict(whole.named_parameters()))
+        check_parameters(engine, dict(whole.named_parameters()))
     engine.close()
 
 
@@ -250,7 +252,7 @@ KINDS = {
 }
 
 
-class Sometimes:
+class SometimesUsed:
     """Training of a never used layer and of one that some ranks use in some steps, compared with one process."""
 
     def __init__(self, world, kind):
@@ -277,12 +279,12 @@ class Sometimes:
                 p.requires_grad_(p.dim() == 2)
         return Engine(model, model.loss, self.optimizer(model), self.world, config_of(**settings))
 
-    def train(self, engine, whos, plain=True):
-        """Take a step per entry of `whos`, the ranks that use the second layer. plain: compare with one process."""
+    def train(self, engine, users, plain=True):
+        """Take a step per entry of `users`, the ranks that use the second layer. plain: compare with one process."""
         size, device = self.world.size, engine.device
-        for who in whos:
+        for ranks in users:
             samples = torch.randn(size, 2, 5, generator=torch.Generator().manual_seed(self.step))
-            used = [torch.full((2,), rank in who) for rank in range(size)]
+            used = [torch.full((2,), rank in ranks) for rank in range(size)]
             mine = samples[self.world.rank].to(device), used[self.world.rank].to(device)
             engine.forward_backward([[mine]], 2 * size)
             engine.step()
@@ -293,7 +295,7 @@ class Sometimes:
             for rank in range(size):
                 (self.whole.loss(self.whole(samples[rank]), used[rank]) / size).backward()
             self.plain.step()
-            close(engine, dict(self.whole.named_parameters()))
+            check_parameters(engine, dict(self.whole.named_parameters()))
 
 
 @pytest.mark.ranks(2, 3)
@@ -312,9 +314,9 @@ class Sometimes:
         ("zero3-units", "RMSprop"),
     ],
 )
-def test_a_parameter_that_no_rank_used_in_a_step_is_as_in_torch_not_updated(world, placement, kind):
+def test_parameters_that_no_rank_used_are_not_updated(world, placement, kind):
     """Check that weight decay, states and the step count, by which Adam corrects its averages, leave it alone."""
-    sometimes = Sometimes(world, kind)
+    sometimes = SometimesUsed(world, kind)
     engine = sometimes.engine(**PLACEMENTS[placement])
     sometimes.train(engine, ((), (0,), (), (0,), range(world.size), (), (1,)))
     engine.close()
@@ -322,8 +324,8 @@ def test_a_parameter_that_no_rank_used_in_a_step_is_as_in_torch_not_updated(worl
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", ["Adam", "AdamW"])
-def test_steps_that_a_parameter_missed_are_saved_and_read_at_every_stage(world, folder, kind):
-    sometimes = Sometimes(world, kind)
+def test_missed_steps_of_a_parameter_survive_a_checkpoint_at_every_stage(world, folder, kind):
+    sometimes = SometimesUsed(world, kind)
     names = ["zero1", "zero3-units", "ddp", "zero2", "zero1"]
     engine = sometimes.engine(**PLACEMENTS[names[0]])
     for number, name in enumerate(names[1:]):
@@ -345,10 +347,10 @@ def test_steps_that_a_parameter_missed_are_saved_and_read_at_every_stage(world, 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("placement", "files"), [("zero1", False), ("zero2", True), ("zero3-units", False)])
-def test_copies_in_fp32_of_parameters_that_missed_steps_are_updated_as_at_stage_0(world, placement, files, folder):
+def test_fp32_copies_of_parameters_that_missed_steps_match_stage_0(world, placement, files, folder):
     states = []
     for options in ({}, PLACEMENTS[placement] | ({"offload": str(folder / "states")} if files else {})):
-        sometimes = Sometimes(world, "AdamW")
+        sometimes = SometimesUsed(world, "AdamW")
         engine = sometimes.engine(precision="bf16", **options)
         sometimes.train(engine, ((), (0,), (), (0,), (0, 1), ()), plain=False)
         states.append(engine.state_dict())
@@ -359,8 +361,8 @@ def test_copies_in_fp32_of_parameters_that_missed_steps_are_updated_as_at_stage_
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("offload", ["", "host", "files"])
-def test_on_a_device_too_a_parameter_that_missed_steps_has_its_own_count(world, offload, device, folder):
-    sometimes = Sometimes(world, "AdamW")
+def test_parameters_that_missed_steps_have_separate_counts_on_a_device(world, offload, device, folder):
+    sometimes = SometimesUsed(world, "AdamW")
     engine = sometimes.engine(device, zero=2, offload=str(folder / "states") if offload == "files" else offload)
     sometimes.train(engine, ((), (0,), (), (0,), (0, 1)))
     engine.close()
@@ -380,7 +382,7 @@ def test_reproducible_runs_on_devices_have_the_same_bits_at_any_number_of_ranks(
     single, states, losses = world.subgroup([world.rank]), [], []
     for comm in (single, world):
         engine = engine_of(gpt().to(device), comm, zero=1, reproducible=True, bucket_mb=0.004)
-        losses.append(steps_of(engine, comm, on(device, tokens), steps=3, workers=8))
+        losses.append(train_steps(engine, comm, on_device(device, tokens), steps=3, workers=8))
         states.append(engine.state_dict())
         engine.close()
     assert losses[0] == losses[1]
@@ -394,9 +396,9 @@ def test_reproducible_runs_have_the_same_bits_at_any_number_of_ranks(world, plac
     options = {**PLACEMENTS[placement], "reproducible": True, "bucket_mb": 0.004}
     single = world.subgroup([world.rank])
     single_engine = engine_of(gpt(), single, **options)
-    losses = steps_of(single_engine, single, tokens, steps=3, workers=8)
+    losses = train_steps(single_engine, single, tokens, steps=3, workers=8)
     engine = engine_of(gpt(), world, **options)
-    assert steps_of(engine, world, tokens, steps=3, workers=8) == losses
+    assert train_steps(engine, world, tokens, steps=3, workers=8) == losses
     mine, theirs = engine.state_dict(), single_engine.state_dict()
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     engine.close()
@@ -408,26 +410,26 @@ def test_reproducible_runs_have_the_same_bits_at_any_number_of_ranks(world, plac
 @pytest.mark.parametrize("placement", ["ddp", "zero3-units"])
 def test_a_resnet_with_batch_statistics_of_all_ranks_trains_like_one_process(world, placement):
     model = resnet()
-    single_losses, _ = alone(model, model.loss, torch.optim.SGD(model.parameters(), lr=0.02), images, steps=4)
+    single_losses, _ = train_alone(model, model.loss, torch.optim.SGD(model.parameters(), lr=0.02), images, steps=4)
     model = SyncBatchNorm.convert(resnet(), world)
     engine = engine_of(model, world, "sgd", **PLACEMENTS[placement])
     for settings in engine.optimizer.param_groups:
         settings.update(lr=0.02, momentum=0.0)
-    assert steps_of(engine, world, images, steps=4) == pytest.approx(single_losses, rel=2e-5)
+    assert train_steps(engine, world, images, steps=4) == pytest.approx(single_losses, rel=2e-5)
     engine.close()
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_shares_inside_nodes_and_replicas_between_them(world, few, zero, monkeypatch):
+def test_hybrid_sharding_matches_one_process(world, four_steps, zero, monkeypatch):
     topology = Topology(world.rank, (0, 0, 1, 1), world.world_ranks)
     for name, value in vars(Member(topology, world.label)).items():
         monkeypatch.setattr(world, name, value)
     engine = engine_of(gpt(), world, bucket_mb=0.004, zero=zero, shard_within="node", share_node=False)
     assert engine.sharding.shard.size == 2 and engine.sharding.replicas.size == 2
-    losses = steps_of(engine, world, tokens, steps=4, microbatches=3)
-    assert losses == pytest.approx(few[0], rel=1e-5)
-    close(engine, few[1])
+    losses = train_steps(engine, world, tokens, steps=4, microbatches=3)
+    assert losses == pytest.approx(four_steps[0], rel=1e-5)
+    check_parameters(engine, four_steps[1])
     engine.close()
 
 
@@ -439,7 +441,7 @@ def test_shares_inside_nodes_and_replicas_between_them(world, few, zero, monkeyp
 def test_sixteen_bit_training_with_fp32_copies_learns_like_fp32(world, last_of_forty, placement, precision):
     engine = engine_of(gpt(), world, precision=precision, bucket_mb=0.004, **PLACEMENTS[placement])
     assert all(p.dtype != torch.float32 for p in engine.module.parameters())
-    losses = steps_of(engine, world, tokens, steps=40)
+    losses = train_steps(engine, world, tokens, steps=40)
     assert losses[-1] < losses[0] - 0.3
     assert losses[-1] == pytest.approx(last_of_forty, rel=0.05)
     engine.close()
@@ -447,7 +449,7 @@ def test_sixteen_bit_training_with_fp32_copies_learns_like_fp32(world, last_of_f
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_by_all_ranks(world, zero):
+def test_all_ranks_skip_a_step_with_a_nonfinite_gradient(world, zero):
     engine = engine_of(gpt(), world, precision="fp16", zero=zero)
     before = engine.state_dict()
     scale = engine.scale.value
@@ -474,7 +476,7 @@ def test_an_optimizer_that_is_not_element_wise_is_refused_by_name(world):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("placement", ["zero1", "zero2", "zero3", "zero3-units"])
-def test_frozen_parameters_stay_and_the_others_train(world, placement):
+def test_frozen_parameters_do_not_change(world, placement):
     def frozen():
         model = gpt()
         for p in model.blocks[0].parameters():
@@ -484,21 +486,21 @@ def test_frozen_parameters_stay_and_the_others_train(world, placement):
     model = frozen()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
-    single_losses, parameters = alone(model, model.loss, OPTIMIZERS["adamw"](trained), tokens, steps=4)
+    single_losses, parameters = train_alone(model, model.loss, OPTIMIZERS["adamw"](trained), tokens, steps=4)
     engine = engine_of(frozen(), world, bucket_mb=0.004, **PLACEMENTS[placement])
-    assert steps_of(engine, world, tokens, steps=4) == pytest.approx(single_losses, rel=1e-5)
-    close(engine, parameters)
+    assert train_steps(engine, world, tokens, steps=4) == pytest.approx(single_losses, rel=1e-5)
+    check_parameters(engine, parameters)
     state = engine.state_dict()
     assert torch.equal(state["blocks.0.mlp.up.weight"], before["blocks.0.mlp.up.weight"])
     engine.close()
 
 
 @pytest.mark.ranks(2)
-def test_sharded_parameters_look_missing_not_wrong_between_passes(world):
+def test_sharded_parameters_are_nan_between_passes(world):
     engine = engine_of(gpt(), world, zero=3, share_node=False)
-    steps_of(engine, world, tokens, steps=1)
+    train_steps(engine, world, tokens, steps=1)
     weight = engine.module.blocks[0].mlp.up.weight
     assert weight.shape == (48, 12) and bool(weight.isnan().all())
-    with engine.sharding.parameters.whole():
+    with engine.sharding.parameters.unshard_all():
         assert bool(engine.module.blocks[0].mlp.up.weight.isfinite().all())
     engine.close()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mpitrain.layout.boxes import Piece, Slice, is_replicated, logical_of, stretches
+from mpitrain.layout.boxes import Piece, Slice, common_intervals, is_replicated, logical_of
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.linear import Features, part_of
 
@@ -25,7 +25,7 @@ from mpitrain.tensor.linear import Features, part_of
     ],
 )
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_element_is_on_one_rank_where_the_slice_says(shape, dim, features, size):
+def test_every_element_is_on_one_rank_as_its_slice_describes(shape, dim, features, size):
     whole = nn.Parameter(torch.arange(float(np.prod(shape))).view(shape))
     assembled = torch.full_like(whole, -1).view(-1)
     for rank in range(size):
@@ -35,16 +35,16 @@ def test_every_element_is_on_one_rank_where_the_slice_says(shape, dim, features,
         flat = part.detach().view(-1)
         half = flat.numel() // 2  # a sharded optimizer has some elements of a rank's part
         for lo, hi in ((0, half), (half, flat.numel())):
-            stretch = flat[lo:hi]
+            values = flat[lo:hi]
             for place, piece in logical.pieces("w", lo, hi):
-                for at, to, length in zip(*stretches(piece, Piece.whole("w", whole.numel())), strict=True):
+                for at, to, length in zip(*common_intervals(piece, Piece.whole("w", whole.numel())), strict=True):
                     target = assembled[to : to + length]
                     assert (target == -1).all()
-                    target.copy_(stretch[place + at : place + at + length])
+                    target.copy_(values[place + at : place + at + length])
     assert torch.equal(assembled.view(shape), whole.detach())
 
 
-def test_what_nobody_divided_is_whole_and_replicated():
+def test_undivided_parameters_are_whole_and_replicated():
     parameter = nn.Parameter(torch.zeros(3, 4))
     assert logical_of(parameter) == Slice.whole((3, 4)) and is_replicated(parameter)
     [(place, piece)] = logical_of(parameter).pieces("w", 2, 7)

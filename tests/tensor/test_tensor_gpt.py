@@ -75,7 +75,7 @@ FORMS = {
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("kind", FORMS)
-def test_other_blocks_and_documents_kept_apart_are_those_of_one_process(world, sequence, kind):
+def test_other_blocks_and_packed_documents_match_one_process(world, sequence, kind):
     torch.manual_seed(0)
     options = dict(FORMS[kind])
     if kind == "llama":
@@ -93,9 +93,9 @@ def test_other_blocks_and_documents_kept_apart_are_those_of_one_process(world, s
 
 
 @pytest.mark.ranks(2, 3)
-def test_heads_of_keys_that_the_ranks_cannot_share_are_refused_in_one_line(world):
+def test_indivisible_key_value_heads_are_refused_in_one_line(world):
     model = GPT(7, 1, 24, 6, form=Form(kv_heads=1))
-    with pytest.raises(InputError, match=rf"qkv: 1 key-value heads cannot be shared evenly by {world.size} tensor"):
+    with pytest.raises(InputError, match=rf"qkv: 1 key-value heads cannot be divided evenly over {world.size} tensor"):
         parallelize(model, world, plan_for(model))
 
 
@@ -121,7 +121,7 @@ def test_a_model_on_devices_trains_like_one_process(world, sequence, device):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
-def test_dropout_on_devices_is_recomputed_and_drawn_apart_and_alike(world, device):
+def test_dropout_on_devices_is_recomputed_from_the_right_streams(world, device):
     model, _ = pair(world, dropout=0.3)
     model.to(device)
     x, y = (t.to(device) for t in batch())
@@ -149,7 +149,7 @@ def test_dropout_on_devices_is_recomputed_and_drawn_apart_and_alike(world, devic
 
 
 @pytest.mark.ranks(*SIZES)
-def test_parameters_say_what_they_are_a_part_of(world):
+def test_parameters_are_marked_with_their_slices(world):
     model, whole = pair(world)
     expected = dict(whole.named_parameters())
     assert list(dict(model.named_parameters())) == list(expected)
@@ -168,7 +168,7 @@ def test_parameters_say_what_they_are_a_part_of(world):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("sequence", [False, True])
-def test_several_backward_passes_add_up(world, sequence):
+def test_several_backward_passes_accumulate(world, sequence):
     model, whole = pair(world, sequence)
     for seed in (1, 2, 3):
         x, y = batch(seed=seed)
@@ -229,7 +229,7 @@ class Recorder(nn.Module):
 
 
 @pytest.mark.ranks(2, 3)
-def test_dropout_draws_alike_where_all_have_the_same_and_apart_where_each_has_its_own(world):
+def test_dropout_is_equal_for_replicated_and_different_for_divided_activations(world):
     torch.manual_seed(0)
     # many hidden features: that two ranks draw the same mask by chance is out of the question
     model = nn.Sequential(nn.Linear(4, 96), nn.Dropout(0.5), nn.Linear(96, 40), nn.Dropout(0.5))
@@ -256,7 +256,7 @@ def test_dropout_draws_alike_where_all_have_the_same_and_apart_where_each_has_it
 
 
 @pytest.mark.ranks(2, 3)
-def test_along_the_sequence_every_rank_draws_its_own_dropout(world):
+def test_sequence_parallel_ranks_draw_different_dropout(world):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, 32), nn.Dropout(0.5), nn.Linear(32, 96), nn.Linear(96, 32), nn.Dropout(0.5))
     parallelize(model, world, {"0": "vocabulary", "2": "column", "3": "row"}, sequence=True)
@@ -271,7 +271,7 @@ def test_along_the_sequence_every_rank_draws_its_own_dropout(world):
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_forward_pass_that_failed_half_way_leaves_the_next_ones_streams_right(world):
+def test_random_streams_recover_after_a_failed_forward_pass(world):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 96), nn.Dropout(0.5), nn.Linear(96, 4), nn.Dropout(0.5))
     parallelize(model, world, {"0": "column", "2": "row"})

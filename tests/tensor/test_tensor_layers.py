@@ -29,7 +29,7 @@ def axis(world):
     tensor_axis.free()
 
 
-def own(axis, length):
+def local_slice(axis, length):
     bounds = split(length, axis.size)
     return slice(bounds[axis.rank], bounds[axis.rank + 1])
 
@@ -37,35 +37,37 @@ def own(axis, length):
 @pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("outputs", [12, 10, 3])
-def test_column_parallel_outputs_are_exactly_those_of_the_whole_layers_rows(axis, world, outputs, bias):
+def test_column_parallel_outputs_equal_rows_of_the_whole_layer(axis, world, outputs, bias):
     torch.manual_seed(0)
     whole = nn.Linear(7, outputs, bias=bias)
     layer = ColumnParallelLinear(whole, axis)
     x = torch.randn(2, 5, 7, requires_grad=True)
     x_whole = x.detach().clone().requires_grad_()
     y, expected = layer(x), whole(x_whole)
-    rows = own(axis, outputs)
+    rows = local_slice(axis, outputs)
     assert torch.equal(y, nn.functional.linear(x, whole.weight[rows], whole.bias[rows] if bias else None))
     torch.testing.assert_close(y, expected[..., rows], **CLOSE)  # BLAS may add in another order in a smaller matrix
     weights = torch.randn_like(expected)
     (expected * weights).sum().backward()
-    (y * weights[..., own(axis, outputs)]).sum().backward()
+    (y * weights[..., local_slice(axis, outputs)]).sum().backward()
     torch.testing.assert_close(x.grad, x_whole.grad, **CLOSE)
     assert same_on_all(world, x.grad)
     check_gradients(world, layer, whole)
 
 
 @pytest.mark.ranks(*SIZES)
-def test_column_parallel_outputs_are_the_whole_layers(axis):
+def test_column_parallel_outputs_match_the_whole_layer(axis):
     torch.manual_seed(0)
     for inputs, outputs, samples in ((16, 64, 32), (64, 192, 100), (100, 300, 64)):
         whole, x = nn.Linear(inputs, outputs), torch.randn(samples, inputs)
         # not the same bits: a BLAS may sum in another order where there are fewer columns
-        torch.testing.assert_close(ColumnParallelLinear(whole, axis)(x), whole(x)[:, own(axis, outputs)], **CLOSE)
+        torch.testing.assert_close(
+            ColumnParallelLinear(whole, axis)(x), whole(x)[:, local_slice(axis, outputs)], **CLOSE
+        )
 
 
 @pytest.mark.ranks(*SIZES)
-def test_column_parallel_outputs_gathered_are_the_whole_ones(axis, world):
+def test_gathered_column_parallel_outputs_match_the_whole_output(axis, world):
     torch.manual_seed(0)
     whole = nn.Linear(6, 11)
     layer = ColumnParallelLinear(whole, axis, gather_output=True)
@@ -85,20 +87,20 @@ def test_row_parallel_sums_once_and_adds_the_bias_once(axis, world, inputs, scat
     whole = nn.Linear(inputs, 5)
     layer = RowParallelLinear(copy.deepcopy(whole), axis, scatter_input=scatter_input)
     x_whole = torch.randn(2, 3, inputs, requires_grad=True)
-    x = x_whole.detach() if scatter_input else x_whole.detach()[..., own(axis, inputs)].clone()
+    x = x_whole.detach() if scatter_input else x_whole.detach()[..., local_slice(axis, inputs)].clone()
     x.requires_grad_()
     y, expected = layer(x), whole(x_whole)
     torch.testing.assert_close(y, expected, **CLOSE)
     assert same_on_all(world, y)
     (expected**2).sum().backward()
     (y**2).sum().backward()
-    x_gradient = x_whole.grad if scatter_input else x_whole.grad[..., own(axis, inputs)]
+    x_gradient = x_whole.grad if scatter_input else x_whole.grad[..., local_slice(axis, inputs)]
     torch.testing.assert_close(x.grad, x_gradient, **CLOSE)
     check_gradients(world, layer, whole)
 
 
 @pytest.mark.ranks(*SIZES)
-def test_a_fused_layer_is_cut_in_each_of_its_sections(axis, world):
+def test_a_fused_layer_is_divided_in_each_of_its_sections(axis, world):
     for features in (Features((8, 8, 8), 2), Features((16, 8, 8), 2), Features((5, 5))):
         torch.manual_seed(0)
         whole = nn.Linear(3, sum(features.sections))
@@ -120,17 +122,17 @@ def test_a_column_and_row_pair_along_the_sequence_equals_one_process(axis, world
     row = RowParallelLinear(whole[2], axis, sequence=True)
     pair = nn.Sequential(column, nn.GELU(), row)
     x_whole = torch.randn(2, tokens, 6, requires_grad=True)
-    x = x_whole.detach()[:, own(axis, tokens)].clone().requires_grad_()
+    x = x_whole.detach()[:, local_slice(axis, tokens)].clone().requires_grad_()
     y, expected = pair(x), alone(x_whole)
-    torch.testing.assert_close(y, expected[:, own(axis, tokens)], **CLOSE)
+    torch.testing.assert_close(y, expected[:, local_slice(axis, tokens)], **CLOSE)
     (expected**2).sum().backward()
     (y**2).sum().backward()
-    torch.testing.assert_close(x.grad, x_whole.grad[:, own(axis, tokens)], **CLOSE)
+    torch.testing.assert_close(x.grad, x_whole.grad[:, local_slice(axis, tokens)], **CLOSE)
     check_gradients(world, pair, alone)
 
 
 @pytest.mark.ranks(2, 3)
-def test_along_the_sequence_only_the_own_part_is_kept_for_backward(axis):
+def test_sequence_parallel_saves_only_the_local_part_for_backward(axis):
     layer = ColumnParallelLinear(nn.Linear(16, 64), axis, sequence=True)
     x = torch.randn(1, 12 // axis.size, 16, requires_grad=True)
     sizes = []
@@ -145,7 +147,7 @@ def test_along_the_sequence_only_the_own_part_is_kept_for_backward(axis):
 @pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize("vocabulary", [257, 12, 3])
 @pytest.mark.parametrize("padding", [None, 1])
-def test_vocabulary_parallel_embedding_equals_the_whole_one_exactly(axis, world, vocabulary, padding):
+def test_vocabulary_parallel_embedding_equals_the_whole_embedding(axis, world, vocabulary, padding):
     torch.manual_seed(0)
     whole = nn.Embedding(vocabulary, 5, padding_idx=padding)
     layer = VocabularyParallelEmbedding(whole, axis)
@@ -167,7 +169,7 @@ def test_vocabulary_parallel_cross_entropy_equals_torch(axis, world, vocabulary,
     scores = (torch.randn(3, 7, vocabulary) * 5).requires_grad_()
     y = torch.randint(vocabulary, (3, 7))
     y[0, :3] = ignored
-    part = scores.detach()[..., own(axis, vocabulary)].clone().requires_grad_()
+    part = scores.detach()[..., local_slice(axis, vocabulary)].clone().requires_grad_()
     loss = cross_entropy(part, y, axis, vocabulary, ignored, smoothing)
     expected = nn.functional.cross_entropy(
         scores.flatten(0, 1), y.flatten(), ignore_index=ignored, label_smoothing=smoothing
@@ -176,15 +178,15 @@ def test_vocabulary_parallel_cross_entropy_equals_torch(axis, world, vocabulary,
     assert same_on_all(world, loss)
     (3 * loss).backward()
     (3 * expected).backward()
-    torch.testing.assert_close(part.grad, scores.grad[..., own(axis, vocabulary)], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(part.grad, scores.grad[..., local_slice(axis, vocabulary)], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.ranks(*SIZES)
-def test_cross_entropy_stands_large_scores_and_16_bits(axis):
+def test_cross_entropy_is_stable_for_large_scores_and_16_bits(axis):
     scores = torch.tensor([[1e4, -1e4, 0.0, 9990.0, 5.0], [-3e4, -3e4, -3e4, -3e4, -2.9e4]])
     y = torch.tensor([3, 0])
     expected = nn.functional.cross_entropy(scores, y)
-    part = scores[:, own(axis, 5)].clone()
+    part = scores[:, local_slice(axis, 5)].clone()
     torch.testing.assert_close(VocabularyCrossEntropy(axis, 5)(part, y), expected)
     half = part.bfloat16().requires_grad_()
     loss = cross_entropy(half, y, axis, 5)
@@ -194,9 +196,9 @@ def test_cross_entropy_stands_large_scores_and_16_bits(axis):
 
 
 @pytest.mark.ranks(*SIZES)
-def test_where_every_target_is_ignored_the_loss_is_torchs(axis):
+def test_cross_entropy_matches_torch_if_every_target_is_ignored(axis):
     y = torch.full((4,), -100)
-    scores = torch.randn(4, 8)[:, own(axis, 8)].clone().requires_grad_()
+    scores = torch.randn(4, 8)[:, local_slice(axis, 8)].clone().requires_grad_()
     assert cross_entropy(scores, y, axis, 8).isnan()
 
 
@@ -207,14 +209,14 @@ def test_a_token_or_target_outside_the_vocabulary_is_refused_as_torch_does(axis)
         with pytest.raises(IndexError, match=f"token {wrong} is not between 0 and 8"):
             layer(torch.tensor([0, wrong]))
         with pytest.raises(IndexError, match=f"target {wrong} is not between 0 and 8"):
-            cross_entropy(torch.randn(2, 9)[:, own(axis, 9)], torch.tensor([0, wrong]), axis, 9)
+            cross_entropy(torch.randn(2, 9)[:, local_slice(axis, 9)], torch.tensor([0, wrong]), axis, 9)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 def test_a_token_or_target_outside_the_vocabulary_gives_nan_on_a_device(axis, device):
     layer = VocabularyParallelEmbedding(nn.Embedding(9, 4), axis).to(device)
-    scores = torch.randn(2, 9)[:, own(axis, 9)].to(device)
+    scores = torch.randn(2, 9)[:, local_slice(axis, 9)].to(device)
     for wrong in (9, -1):
         strange = torch.tensor([0, wrong]).to(device)
         assert layer(strange).isnan().any(1).tolist() == [False, True]
@@ -225,7 +227,7 @@ def test_a_token_or_target_outside_the_vocabulary_gives_nan_on_a_device(axis, de
 @pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("length", [8, 5, 2])
-def test_the_functions_and_their_gradients(axis, dim, length):
+def test_exchange_functions_and_their_gradients(axis, dim, length):
     shape = [3, 4, 5]
     shape[dim] = length
     generator = torch.Generator().manual_seed(3)
@@ -264,7 +266,7 @@ def test_the_functions_and_their_gradients(axis, dim, length):
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_replicated_parameter_is_told_from_a_part(axis):
+def test_replicated_parameters_are_distinguished_from_parts(axis):
     column, row = ColumnParallelLinear(nn.Linear(4, 6), axis), RowParallelLinear(nn.Linear(6, 4), axis)
     assert [is_replicated(p) for p in (column.weight, column.bias, row.weight, row.bias)] == [False, False, False, True]
 
@@ -291,7 +293,7 @@ class Counting(Axis):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("sequence", [False, True])
-def test_an_input_of_several_layers_travels_once(world, sequence):
+def test_an_input_of_several_layers_is_communicated_once(world, sequence):
     torch.manual_seed(0)
     axis = Counting(world)
     wholes = [nn.Linear(4, 12) for _ in range(3)]
@@ -299,25 +301,25 @@ def test_an_input_of_several_layers_travels_once(world, sequence):
     layers = [ColumnParallelLinear(whole, axis, paired=True, sequence=sequence) for whole in wholes]
     row = RowParallelLinear(copy.deepcopy(out), axis, sequence=sequence)
     x_whole = torch.randn(2, 6, 4, requires_grad=True)
-    x = x_whole.detach()[:, own(axis, 6)].clone() if sequence else x_whole.detach().clone()
+    x = x_whole.detach()[:, local_slice(axis, 6)].clone() if sequence else x_whole.detach().clone()
     x.requires_grad_()
     q, k, v = (layer(x) for layer in layers)
     y = row(q * k + v)
     assert axis.column_input is None
     expected = out(wholes[0](x_whole) * wholes[1](x_whole) + wholes[2](x_whole))
-    torch.testing.assert_close(y, expected[:, own(axis, 6)] if sequence else expected, **CLOSE)
+    torch.testing.assert_close(y, expected[:, local_slice(axis, 6)] if sequence else expected, **CLOSE)
     forward = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": 1} if sequence else {"all_reduce": 1}
     assert {name: axis.count[name] for name in forward} == forward
     (y**2).sum().backward()
     (expected**2).sum().backward()
-    torch.testing.assert_close(x.grad, x_whole.grad[:, own(axis, 6)] if sequence else x_whole.grad, **CLOSE)
+    torch.testing.assert_close(x.grad, x_whole.grad[:, local_slice(axis, 6)] if sequence else x_whole.grad, **CLOSE)
     assert (axis.count["reduce_scatter"] if sequence else axis.count["all_reduce"]) == 2
     for layer, whole in zip((*layers, row), (*wholes, out), strict=True):
         check_gradients(world, layer, whole)
     with torch.no_grad():  # the same input once more: nothing is taken from the pass before
         torch.testing.assert_close(
             row(layers[0](x)),
-            out(wholes[0](x_whole))[:, own(axis, 6)] if sequence else out(wholes[0](x_whole)),
+            out(wholes[0](x_whole))[:, local_slice(axis, 6)] if sequence else out(wholes[0](x_whole)),
             **CLOSE,
         )
     axis.free()

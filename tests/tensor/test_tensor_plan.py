@@ -107,7 +107,7 @@ def build(**options):
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_users_model_is_divided_by_names(world, sequence):
+def test_a_users_model_is_divided_by_module_names(world, sequence):
     plan = ATTENTION_PLAN | MLP_PLAN | VOCABULARY_PLAN
     beginning = {"drop": "scatter", "positions": "whole"}  # where the tokens meet the positions, all is whole
     compare(world, build(), plan | beginning, sequence)
@@ -128,9 +128,9 @@ def test_grouped_heads_are_divided_with_their_keys_and_values(world):
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_fused_layer_with_heads_first_is_told_by_its_heads(world):
+def test_fused_layer_with_heads_first_needs_the_number_of_heads(world):
     whole = build(attention=Fused)
-    with pytest.raises(InputError, match=r"query_key_value: its name does not tell the order .* Column\(sections=1"):
+    with pytest.raises(InputError, match=r"query_key_value: its name does not show the order .* Column\(sections=1"):
         parallelize(copy.deepcopy(whole), world, {"attention.query_key_value": "column", "attention.o": "row"})
     compare(world, whole, {"attention.query_key_value": Column(sections=1, heads=6), "attention.o": "row"})
 
@@ -160,15 +160,15 @@ GOOD = {"inner.one": "column", "inner.two": "row", "three": "column"}
         ({"other.out_proj": "row"}, "other.out_proj is a NonDynamicallyQuantizableLinear, which cannot be divided as"),
         ({"inner.two": "vocabulary"}, "inner.two leaves the scores divided, but Tied has no attribute `criterion`"),
         ({"embedding": "vocabulary"}, "embedding: an embedding with max_norm cannot be divided"),
-        ({"inner.one": "column", "inner.two": "row"}, "three shares weight with inner.one, which the plan divides; pl"),
+        ({"inner.one": "column", "inner.two": "row"}, "three shares weight with inner.one, which the plan divides; gi"),
         ({**GOOD, "three": "row"}, "inner.one and three share weight, but the plan divides it differently"),
         ({"inner.one": "column"}, "the plan divides the outputs of inner.one, but has no row layer that takes them"),
-        ({"inner.qkv": "column", "inner.two": "row"}, "inner.qkv is fused, but ModuleDict has no attribute that tell"),
-        ({**GOOD, "three": Column(sections=3)}, "three has 8 outputs, not 3 equal parts; give their sizes"),
+        ({"inner.qkv": "column", "inner.two": "row"}, "inner.qkv is fused, but ModuleDict has no attribute with the"),
+        ({**GOOD, "three": Column(sections=3)}, "three has 8 outputs, not 3 equal parts; pass the sizes"),
         ({**GOOD, "three": Column(sections=(4, 5))}, "three has 8 outputs, but the sections [4, 5] sum to 9; make"),
     ],
 )
-def test_what_is_wrong_with_a_plan_is_told(world, plan, message):
+def test_invalid_plans_are_refused(world, plan, message):
     with pytest.raises(InputError) as caught:
         parallelize(Tied(), world, plan)
     assert message in str(caught.value) and "\n" not in str(caught.value)
@@ -176,40 +176,40 @@ def test_what_is_wrong_with_a_plan_is_told(world, plan, message):
 
 
 @pytest.mark.ranks(2, 4)
-def test_heads_that_cannot_be_shared_are_refused_with_the_numbers_that_can(world):
+def test_indivisible_heads_are_refused_with_possible_numbers(world):
     attention = nn.ModuleDict({"attention": Attention(width=18, heads=3, groups=3)})
     with pytest.raises(InputError) as caught:
         parallelize(attention, world, ATTENTION_PLAN)
     near = {2: "2 or 4 heads", 4: "4 heads"}[world.size]
     assert str(caught.value) == (
-        f"attention.q: 3 heads cannot be shared evenly by {world.size} tensor ranks; use 1 or 3 ranks, or {near}"
+        f"attention.q: 3 heads cannot be divided evenly over {world.size} tensor ranks; use 1 or 3 ranks, or {near}"
     )
 
 
 @pytest.mark.ranks(2)
-def test_a_module_that_counts_its_heads_is_divided_whole_or_not_at_all(world):
+def test_attention_layers_are_divided_all_or_none(world):
     attention = nn.ModuleDict({"attention": Attention()})
     with pytest.raises(
-        InputError, match=r"attention.num_heads counts the heads of all its linear layers, but .* leaves k, v out"
+        InputError, match=r"attention.num_heads is the number of heads of all its linear layers, but .* omits k, v"
     ):
         parallelize(attention, world, {"attention.q": "column", "attention.o": "row"})
 
 
 @pytest.mark.ranks(2)
-def test_along_the_sequence_what_the_plan_does_not_know_of_is_asked_for(world):
-    with pytest.raises(InputError, match=r"positions has parameters, and the plan does not say whether it works on a"):
+def test_sequence_parallel_plan_must_name_modules_with_parameters(world):
+    with pytest.raises(
+        InputError, match=r"positions has parameters, but the plan does not define whether it works on a"
+    ):
         parallelize(build(), world, {**ATTENTION_PLAN, **MLP_PLAN, **VOCABULARY_PLAN, "drop": "scatter"}, sequence=True)
 
 
-def test_a_model_without_a_plan_is_refused_with_the_way_to_give_it_one():
-    with pytest.raises(
-        InputError, match=r"Sequential does not say how it is to be divided; give it a method tensor_plan\(\)"
-    ):
+def test_model_without_a_plan_is_refused_with_the_fix():
+    with pytest.raises(InputError, match=r"Sequential does not define how to divide it; add a method tensor_plan\(\)"):
         plan_for(nn.Sequential(nn.Linear(4, 2)))
 
 
 @pytest.mark.ranks(2, 3)
-def test_some_layers_of_a_plan_are_kept_whole(world):
+def test_some_layers_of_a_plan_can_stay_whole(world):
     plan = ATTENTION_PLAN | MLP_PLAN | VOCABULARY_PLAN
     for whole in (["attention.*", "head"], ["mlp.*", "tokens"], ["*"]):
         model = compare(world, build(), plan, whole=whole)
@@ -224,16 +224,16 @@ def test_some_layers_of_a_plan_are_kept_whole(world):
     [
         (GOOD, ["inner.on"], "parallel.whole 'inner.on' matches no layer that the plan divides; did you mean 'inner.o"),
         (GOOD | {"norm": "whole"}, ["norm"], "parallel.whole 'norm' matches no layer that the plan divides; did you"),
-        (GOOD, ["inner.one", "three"], "parallel.whole names inner.one and not inner.two, which are a pair; name both"),
-        (GOOD, ["inner.two"], "parallel.whole names inner.two and not inner.one, which are a pair; name both, or neit"),
-        (GOOD, ["inner.*"], "parallel.whole names inner.one and not three, which share a weight; name both, or neith"),
+        (GOOD, ["inner.one", "three"], "parallel.whole names inner.one but not inner.two, which are a pair; name both"),
+        (GOOD, ["inner.two"], "parallel.whole names inner.two but not inner.one, which are a pair; name both, or neit"),
+        (GOOD, ["inner.*"], "parallel.whole names inner.one but not three, which share a weight; name both, or neith"),
     ],
 )
-def test_what_is_wrong_with_layers_kept_whole_is_told(world, plan, whole, message):
+def test_invalid_whole_layers_are_refused(world, plan, whole, message):
     with pytest.raises(InputError) as caught:
         parallelize(Tied(), world, plan, whole=whole)
     assert message in str(caught.value) and "\n" not in str(caught.value) and caught.value.agreed
-    with pytest.raises(InputError, match=r"parallel.whole does not go with parallel.sequence"):
+    with pytest.raises(InputError, match=r"parallel.whole cannot be combined with parallel.sequence"):
         parallelize(Tied(), world, plan, sequence=True, whole=whole)
 
 

@@ -164,7 +164,7 @@ def test_unsupported_warm_ups_are_refused_before_the_first_step(world, folder, t
             "parallel": {"mode": "server"},
             "train": TRAIN | {"batch_warmup": [[2, 2], [2, 1]]},
         },
-        "BatchNorm needs .* 5 samples are not on 2 ranks": images,
+        "BatchNorm needs .* 5 samples on 2 ranks give different numbers": images,
         "a batch of 1 samples leaves some of 2 ranks without one": {
             "parallel": {"zero": 3, "share_node": False},
             "train": TRAIN | {"batch_warmup": [[2, 4], [2, 1]]},

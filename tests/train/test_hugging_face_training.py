@@ -245,9 +245,19 @@ def test_models_that_ranks_cannot_divide_are_refused(world, folder, folders, tex
         hugging_face.save(folder / "one", "llama", num_key_value_heads=1)
     world.barrier()
     cases = [
-        (folder / "one", {}, {"tensor": 2}, r"k_proj: 1 heads cannot be shared evenly by 2 tensor ranks; use 1 ranks"),
+        (
+            folder / "one",
+            {},
+            {"tensor": 2},
+            r"k_proj: 1 heads cannot be divided evenly over 2 tensor ranks; use 1 ranks",
+        ),
         (folders["llama"], LORA | {"lora_dropout": 0.1}, {"tensor": 2}, r"model.lora_dropout 0.1 .*; set it to 0"),
-        (folders["gpt2"], {}, {"tensor": 2, "sequence": True}, r"counts positions in what parallel.sequence divides"),
+        (
+            folders["gpt2"],
+            {},
+            {"tensor": 2, "sequence": True},
+            r"counts positions along the sequence, which parallel.sequence divides",
+        ),
         (folders["llama"], LORA, {"pipeline": 2}, r"rank 1 of the pipeline would have no parameter to train"),
     ]
     for number, (path, model, parallel, match) in enumerate(cases):

@@ -302,5 +302,5 @@ def test_count_of_targets_that_a_loss_averages():
 def test_batch_norms_on_stages_need_equal_numbers_of_microbatches(world, place):
     sections = {"data": {"path": "digits"}, "model": {"name": "resnet", "layers": 18, "width": 4}}
     sections |= {"train": {"steps": 1, "batch": 5, "microbatch": 1}, "parallel": {"pipeline": 2}}
-    with pytest.raises(InputError, match="BatchNorm needs as many microbatches on each rank"):
+    with pytest.raises(InputError, match="BatchNorm needs the same number of microbatches on each rank"):
         run(world, place / "uneven", **sections)

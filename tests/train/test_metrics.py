@@ -21,7 +21,7 @@ from mpitrain.models.build import build_model
 from mpitrain.models.metrics import R2, RMSE, Accuracy, Confusion, Perplexity, TopAccuracy, judged, of_classes
 from mpitrain.monitor.run_files import read_events
 from mpitrain.tensor import Axis
-from mpitrain.tensor.vocabulary import judge, whole
+from mpitrain.tensor.vocabulary import evaluate_scores, gather_scores
 from mpitrain.trainer.trainer import Trainer
 
 GPT = {"layers": 2, "width": 16, "heads": 2, "sequence": 16}
@@ -97,7 +97,7 @@ def test_figures_are_those_of_scikit_learn_for_all_samples_at_once(world, folder
     trainer = trained(world, folder / task, **sections)
     data = open_dataset(arrays[task], "held_out")
     x, y = map(torch.from_numpy, data.read(np.arange(11) * len(data) // 11))
-    with trainer.engine.sharding.parameters.whole(), torch.no_grad():
+    with trainer.engine.sharding.parameters.unshard_all(), torch.no_grad():
         output = trainer.engine.module.eval()(x)
     figures = trainer.figures
     if task == "classes":
@@ -196,11 +196,11 @@ def test_divided_scores_are_judged_as_whole_ones(world):
     bounds = axis.bounds(11)
     part = scores[..., bounds[world.rank] : bounds[world.rank + 1]]
     expected = judged(scores, y, top=True)
-    nats, guess, above = judge(part, y, axis, 11, top=True)
+    nats, guess, above = evaluate_scores(part, y, axis, 11, top=True)
     counted = expected.counted
     assert torch.allclose(nats[counted].float(), expected.nats[counted], atol=1e-6)
     assert torch.equal(guess, expected.guess) and torch.equal(above[counted], expected.above[counted])
-    assert torch.equal(whole(part, axis, 11), scores)
+    assert torch.equal(gather_scores(part, axis, 11), scores)
     axis.free()
 
 

@@ -185,7 +185,7 @@ def test_groups_keep_their_rates_beside_a_server_and_among_replicas_and_muon_is_
         values = sections(text, frozen)
         expected = plainly(values, lambda module: [torch.optim.SGD([{"params": module.parameters(), "ratio": 0.0}])])
         assert [m["loss"] for m in lines] == pytest.approx(expected, rel=1e-5)
-    with pytest.raises(InputError, match=r"Muon needs whole parameters, and servers have stretches"):
+    with pytest.raises(InputError, match=r"Muon needs whole parameters, but servers have slices"):
         run(world, folder / "refused", **sections(text, MUON, mode="server", servers=1))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import mpitrain as mt
 from mpitrain.monitor.run_files import axis_of
-from mpitrain.shard.parameters import Gathered
+from mpitrain.shard.parameters import ParameterGather
 from mpitrain.trainer.recording.records import bytes_along_data as of_data
 from mpitrain.trainer.recording.records import expected_bytes
 
@@ -96,9 +96,9 @@ def test_pipelines_and_tensor_axes_send_what_the_formulas_say(world, text, folde
 def test_formulas_of_data_parallel_stages():
     x, n = 1200.0, 4
     assert of_data(x, n) == 2 * 3 / 4 * x
-    assert of_data(x, n, [Gathered(x, n, 1)], sharded=True) == of_data(x, n)  # ZeRO-1
-    assert of_data(x, n, [Gathered(x, n, 2)], sharded=True) == 1.5 * of_data(x, n)  # ZeRO-3
+    assert of_data(x, n, [ParameterGather(x, n, 1)], sharded=True) == of_data(x, n)  # ZeRO-1
+    assert of_data(x, n, [ParameterGather(x, n, 2)], sharded=True) == 1.5 * of_data(x, n)  # ZeRO-3
     assert of_data(x, n, sharded=True) == of_data(x, n) / 2  # one node with the parameters once
-    assert of_data(x, 2, [Gathered(x, 2, 1)], sharded=True, passes=3) == 4 * x / 2  # ZeRO-2, three microbatches
+    assert of_data(x, 2, [ParameterGather(x, 2, 1)], sharded=True, passes=3) == 4 * x / 2  # ZeRO-2, three microbatches
     assert of_data(x, 2, sharded=True, replicas=2) == x / 2 + x / 2  # shares within a node, on two nodes
     assert of_data(x, 1) == 0

@@ -1,14 +1,14 @@
 """Kinds of input. Each file here has a source of rows for one kind, and a function that recognises its files.
 
 Which rows and files are held out depends only on their order, so it is the same on every machine. One row is held out
-of each stretch of about 1/fraction rows, at a place in the stretch that is drawn with the stretch's number as seed. So
-the held-out rows are spread evenly: input sorted by class keeps its mix of classes. They do not follow any period of
-the input either: if classes alternate, rows of every class are held out.
+of each interval of about 1/fraction rows, at a place that is drawn with the interval's number as seed. So the held-out
+rows are spread evenly: input sorted by class keeps its mix of classes. They do not follow any period of the input
+either: if classes alternate, rows of every class are held out.
 
-    rows       0 ....... 19 | 20 ....... 39 | 40 ...      fraction 0.05: stretches of 20 rows
+    rows       0 ....... 19 | 20 ....... 39 | 40 ...      fraction 0.05: intervals of 20 rows
     held out   *            |      *        |
 
-The first stretch holds out its first row (mix64(0) is 0), so even an input of a few rows has one held out.
+The first interval holds out its first row (mix64(0) is 0), so even an input of a few rows has one held out.
 """
 
 from __future__ import annotations
@@ -198,10 +198,10 @@ def held_out_mask(start: int, count: int, fraction: float) -> npt.NDArray[np.boo
         return np.zeros(count, np.bool_)
     p, q = exact.numerator, exact.denominator
     rows = np.arange(start, start + count, dtype=np.int64)
-    stretch = rows * p // q
-    first = -(-stretch * q // p)
-    length = -(-(stretch + 1) * q // p) - first
-    place = mix64(stretch.astype(np.uint64)) % length.astype(np.uint64)
+    interval = rows * p // q
+    first = -(-interval * q // p)
+    length = -(-(interval + 1) * q // p) - first
+    place = mix64(interval.astype(np.uint64)) % length.astype(np.uint64)
     mask: npt.NDArray[np.bool_] = rows - first == place.astype(np.int64)
     return mask
 

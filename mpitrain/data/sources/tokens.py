@@ -222,13 +222,13 @@ class Pair:
         """Yield the tokens of each document. The file is read forward if the offsets allow it."""
         size = self.dtype.itemsize
         places = zip(self.offsets, self.lengths, strict=True)
-        stretches = _stretches(self.data, ((int(offset), int(length) * size) for offset, length in places))
+        slices = _read_slices(self.data, ((int(offset), int(length) * size) for offset, length in places))
         for count in np.diff(self.borders).tolist():
-            parts = [np.frombuffer(stretch, self.dtype) for stretch in islice(stretches, count)]
+            parts = [np.frombuffer(part, self.dtype) for part in islice(slices, count)]
             yield parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
 
 
-def _stretches(path: Path, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+def _read_slices(path: Path, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:
     """Yield the bytes at each (offset, count) of a file.
 
     A file that is not seekable, such as a compressed one, is opened again for an earlier offset.

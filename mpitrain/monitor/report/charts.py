@@ -135,7 +135,7 @@ def losses(runs: Sequence[Named]) -> list[Drawing]:
     for name, title, curves in charts:
         note = f"The {title.lower()} of each run."
         if single:
-            note = "The training loss of each step; where it is noisy, the strong line is the median of a stretch of "
+            note = "The training loss of each step; where it is noisy, the strong line is the median of neighbouring "
             note += "steps."
             note += " Thin upright lines are events of the run." if marks else ""
             note += "" if held_out else " " + why

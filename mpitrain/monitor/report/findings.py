@@ -41,7 +41,7 @@ def metric_columns(run: RunRecord) -> dict[str, Column]:
 
 
 def kept(values: Column, most: int = 1500) -> NDArray[np.int64]:
-    """Return the points of a series to draw: smallest and largest of each stretch, and the first and the last.
+    """Return the points of a series to draw: smallest and largest of each interval, and the first and the last.
 
     Args:
         values: Values, shape (n,); NaN is no point.
@@ -54,26 +54,26 @@ def kept(values: Column, most: int = 1500) -> NDArray[np.int64]:
     if len(finite) <= most:
         return finite
     points = {int(finite[0]), int(finite[-1])}
-    for stretch in np.array_split(finite, most // 2):
-        points.add(int(stretch[np.argmin(values[stretch])]))
-        points.add(int(stretch[np.argmax(values[stretch])]))
+    for interval in np.array_split(finite, most // 2):
+        points.add(int(interval[np.argmin(values[interval])]))
+        points.add(int(interval[np.argmax(values[interval])]))
     return np.array(sorted(points))
 
 
 def trend(x: Column, values: Column, points: int = 120) -> tuple[Column, Column]:
-    """Return the median of each of `points` stretches, at the median of its x values.
+    """Return the median of each of `points` intervals, at the median of its x values.
 
     Args:
         x: Positions, shape (n,).
         values: Values, shape (n,); NaN is no point.
-        points: Number of stretches.
+        points: Number of intervals.
 
     Returns:
         Positions and medians, at most `points` values each.
     """
     (finite,) = np.nonzero(np.isfinite(values))
-    stretches = [s for s in np.array_split(finite, points) if len(s)]
-    middles, medians = (np.array([float(np.median(of[s])) for s in stretches]) for of in (x, values))
+    intervals = [s for s in np.array_split(finite, points) if len(s)]
+    middles, medians = (np.array([float(np.median(of[s])) for s in intervals]) for of in (x, values))
     return middles, medians
 
 

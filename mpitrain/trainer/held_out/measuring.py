@@ -46,7 +46,7 @@ from mpitrain.models.metrics import (
 )
 from mpitrain.models.task import Task
 from mpitrain.tensor.axis import Axis
-from mpitrain.tensor.vocabulary import judge, whole
+from mpitrain.tensor.vocabulary import evaluate_scores, gather_scores
 from mpitrain.trainer.data import GroupPlaces, microbatches
 from mpitrain.trainer.engine import Engine
 
@@ -160,8 +160,8 @@ class Meter:
         axis, classes = self._divided or (None, 0)
         if axis is not None:
             if self._model_metrics is not None or any(isinstance(m, (UserMetric, Collected)) for m in self.metrics):
-                output = whole(output, axis, classes)
-            nats, guess, above = judge(shown, y, axis, classes, top=self._top)
+                output = gather_scores(output, axis, classes)
+            nats, guess, above = evaluate_scores(shown, y, axis, classes, top=self._top)
             right = y.reshape(-1)
             shown = Judged(nats, guess, above, right, right != UNCOUNTED)
         elif any(isinstance(metric, OfScores) and fits(metric, output, y) for metric in self.metrics):
@@ -463,7 +463,7 @@ def evaluate_samples(
     chosen = min(most or config.train.evaluate_samples, len(samples))
     pipeline = places.mesh.stages.size > 1  # divides batches itself, and returns losses on the host
     microbatch = 0 if pipeline else config.train.microbatch
-    losses = torch.zeros(len(workers.own), 2, dtype=torch.float64, device=CPU if pipeline else engine.device)
+    losses = torch.zeros(len(workers.local_workers), 2, dtype=torch.float64, device=CPU if pipeline else engine.device)
     meter.begin(losses[:, :1])
     parts = LossOfParts(samples.parts(chosen), losses)
     batches = evaluation_batches(samples, samples=chosen, batch=config.train.batch, share=workers.share)
@@ -471,7 +471,7 @@ def evaluate_samples(
         x_of, y_of = places.mesh.take(batch.x, batch.y)
         size = min(config.train.batch, chosen - batch.position)
         done = 0
-        for worker, (lo, hi) in enumerate(workers.within(size)):
+        for worker, (lo, hi) in enumerate(workers.worker_samples(size)):
             meter.worker, place = worker, batch.position + batch.first + lo
             for x, y in microbatches(x_of[lo:hi], y_of[lo:hi], microbatch):
                 loss = engine.evaluate(x, y, meter.see)

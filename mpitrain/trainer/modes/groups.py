@@ -190,7 +190,7 @@ class LocalEngine(Engine):
 
     def _contents(self, number: int, part: FlatSlice) -> Iterator[tuple[nn.Parameter, int, int, int]]:
         """Yield (parameter, first, last, place in the slice) of the parameters in a slice."""
-        for flat, lo, hi, place in part.stretches:
+        for flat, lo, hi, place in part.intervals:
             for p, first, last, at in self._flats[number][flat].contents:
                 begin, end = max(lo, at), min(hi, at + last - first)
                 if begin < end:

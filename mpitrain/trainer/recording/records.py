@@ -44,8 +44,8 @@ from mpitrain.parallel.costs import AxisExchange, Divided
 from mpitrain.parallel.layouts import in_layers
 from mpitrain.planner.counted import Observed, observe
 from mpitrain.planner.subject import Subject
-from mpitrain.shard.flat import numbered
-from mpitrain.shard.parameters import Gathered
+from mpitrain.shard.flat import bucket_indices
+from mpitrain.shard.parameters import ParameterGather
 from mpitrain.shard.sharding import Sharding
 from mpitrain.storage.text import with_spaces
 from mpitrain.trainer.data import gather_ids, microbatch_size
@@ -286,7 +286,7 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
         expected[mesh.replicas.label] = data_bytes(engine.sharding, workers.rounds(samples, microbatch), staged=staged)
     if mesh.readers.size == mesh.world.size or trainer.own_model:
         return expected
-    share = sum(hi - lo for lo, hi in workers.within(samples))
+    share = sum(hi - lo for lo, hi in workers.worker_samples(samples))
     size = min(microbatch or share, share)
     try:
         names, blocks = _observe_blocks(trainer, size)
@@ -334,7 +334,7 @@ def _observe_blocks(trainer: Run, samples: int) -> tuple[list[str], list[Observe
 def bytes_along_data(
     gradients: float,
     ranks: int,
-    gathered: Iterable[Gathered] = (),
+    gathered: Iterable[ParameterGather] = (),
     *,
     sharded: bool = False,
     passes: int = 1,
@@ -365,7 +365,7 @@ def data_bytes(sharding: Sharding, microbatches: int, *, staged: bool = False) -
     """
     gradients, reduction = sharding.gradients, sharding.gradients.reduction
     passes = microbatches if gradients.reduces_each_pass and not staged else 1
-    gathered = sharding.parameters.gathered(1 if staged else microbatches)
+    gathered = sharding.parameters.list_gathers(1 if staged else microbatches)
     replicas = 1 if reduction.replicas is None else reduction.replicas.size
     if reduction.compression is None:
         nbytes = sum(g.layout.numel * (sharding.reduce_dtype or g.dtype).itemsize for g in sharding.groups)
@@ -380,10 +380,10 @@ def _compressed_bytes(sharding: Sharding) -> float:
     reduction, sent = sharding.gradients.reduction, 0.0
     assert reduction.compression is not None
     ranks = reduction.comm.size
-    for number, (g, b) in enumerate(numbered(sharding.groups)):
+    for number, (g, b) in enumerate(bucket_indices(sharding.groups)):
         group = sharding.groups[g]
         lo, hi = group.layout.bounds[b : b + 2]
-        dtype, bucket = sharding.reduce_dtype or group.dtype, reduction.compressed(group, b, (number,))
+        dtype, bucket = sharding.reduce_dtype or group.dtype, reduction.compression_of(group, b, (number,))
         wire = reduction.compression.bytes_on_wire(hi - lo, dtype, bucket.shapes if bucket is not None else None)
         gathers = isinstance(reduction.compression, TopK)
         sent += (ranks - 1) * wire if gathers else bytes_sent("all_reduce", wire, ranks)
