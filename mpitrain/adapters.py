@@ -86,7 +86,7 @@ def write_merged(run: Path, out: Path, *, trust: bool = False) -> str:
     added = {f"{name}.{key}" for name in layers for key in ("lora_a", "lora_b")}
     state = {name: tensor for name, tensor in task.module.state_dict().items() if name not in added}
     with torch.no_grad():
-        state |= {f"{name}.weight": layer.merged().contiguous() for name, layer in layers.items()}
+        state |= {f"{name}.weight": layer.merged_weight().contiguous() for name, layer in layers.items()}
     out.parent.mkdir(parents=True, exist_ok=True)
     with new_folder(out) if folder else replacing(out) as temporary:
         if folder:

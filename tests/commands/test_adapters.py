@@ -115,7 +115,7 @@ def test_adapters_of_a_base_that_has_changed_are_refused(place, run, family, tmp
     with torch.no_grad():
         changed.get_output_embeddings().weight[0, 0] += 1
     changed.save_pretrained(place / family)
-    with pytest.raises(InputError, match=r"for other base weights than those of .*; give these again"):
+    with pytest.raises(InputError, match=r"for other base weights than those of .*; use those again"):
         write_merged(run, tmp_path / "again")
     hugging_face.save(place / family, family)
     assert not (tmp_path / "again").exists()
@@ -125,4 +125,4 @@ def test_adapters_of_a_base_that_has_changed_are_refused(place, run, family, tmp
 @pytest.mark.parametrize("family", ["llama"], indirect=True, scope="module")
 def test_a_run_without_adapters_cannot_resume_from_adapters(place, run, forked, family):
     arguments = options(place, "--run.dir", run, "--model.factory", f"hf:{place / family}", "--train.steps", 4)
-    one_line(forked.run("train", *arguments, cwd=place), "holds adapters of", "set model.lora", alone=False)
+    one_line(forked.run("train", *arguments, cwd=place), "contains only adapters of", "set model.lora", alone=False)
