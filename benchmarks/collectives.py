@@ -48,7 +48,7 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as hardware
 from mpitrain.errors import InputError
 from mpitrain.measuring.self_start import byte_sizes
-from mpitrain.measuring.tune import contenders, in_arena, zeros
+from mpitrain.measuring.tune import in_arena, make_contenders, zeros
 from mpitrain.speeds.timing import Contender
 from mpitrain.storage.text import bytes_text
 
@@ -128,7 +128,7 @@ def _all_reduces(world: Communicator, mpi: PlainCollectives, size: int) -> Itera
     numel = size // 4
     mine, theirs, gloos, source, dest = (zeros(numel) for _ in range(5))
     with in_arena(world, numel) as arena:
-        yield contenders(
+        yield make_contenders(
             size,
             arena=partial(world.all_reduce, arena.tensor),
             tensor=partial(world.all_reduce, mine),
@@ -161,10 +161,10 @@ def _of_blocks(world: Communicator, mpi: PlainCollectives, operation: str, size:
         x = arena.tensor
         if operation == "all_gather":
             block = x[world.rank * each : (world.rank + 1) * each]
-            yield contenders(size, arena=partial(world.all_gather, x, block), library=mpi.all_gather(theirs))
+            yield make_contenders(size, arena=partial(world.all_gather, x, block), library=mpi.all_gather(theirs))
         else:
             library = mpi.reduce_scatter(zeros(each), theirs)
-            yield contenders(size, arena=partial(world.reduce_scatter, zeros(each), x), library=library)
+            yield make_contenders(size, arena=partial(world.reduce_scatter, zeros(each), x), library=library)
 
 
 # -- the report ----------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def _generators(family: str, sizes: dict[str, int]) -> dict[str, Callable[[torch
 
     from mpitrain.inference.commands import Job
     from mpitrain.inference.generation import Draws, Generation, Sampling
-    from mpitrain.inference.placing import placed
+    from mpitrain.inference.placing import load_language_model
     from mpitrain.models.hugging_face import quiet
     from mpitrain.trainer.weights import import_folder
 
@@ -91,7 +91,7 @@ def _generators(family: str, sizes: dict[str, int]) -> dict[str, Callable[[torch
         model = transformers.AutoModelForCausalLM.from_config(_configuration(family, sizes)).float().eval()
         model.save_pretrained(folder / "model")
         import_folder(folder / "model", folder / "run", ["--model.sequence", str(sizes["prompt"] + tokens)])
-        placed_model = placed(folder / "run", Job(), torch.device("cpu"))
+        placed_model = load_language_model(folder / "run", Job(), torch.device("cpu"))
     generation = Generation(placed_model, Sampling(temperature=0), tokens)
 
     def ours(prompts: torch.Tensor) -> Tokens:

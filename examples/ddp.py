@@ -62,7 +62,7 @@ def endless(loader, sampler):
 def train(world, steps, say=print):
     """Train, and return the model and the loss of each step, averaged over the ranks."""
     if MICROBATCH % world.size:
-        raise mt.InputError(f"{world.size} ranks do not divide {MICROBATCH}; take another number", agreed=True)
+        raise mt.InputError(f"{world.size} ranks do not divide {MICROBATCH}; use a number that does", agreed=True)
     data = TensorDataset(*spirals())
     sampler = DistributedSampler(data, num_replicas=world.size, rank=world.rank, shuffle=True, seed=0)
     batches = endless(DataLoader(data, batch_size=MICROBATCH // world.size, sampler=sampler), sampler)
@@ -70,7 +70,7 @@ def train(world, steps, say=print):
     torch.manual_seed(0)
     model = mt.DistributedDataParallel(Classifier(), world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))  # alike on all ranks
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))  # equal on all ranks
     losses = []
     for step in range(1, steps + 1):
         optimizer.zero_grad()
@@ -92,7 +92,7 @@ def train(world, steps, say=print):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description="Tell two spirals apart, data parallel.")
+    parser = argparse.ArgumentParser(description="Classify points of two spirals, data parallel.")
     parser.add_argument("--steps", type=int, default=200, help="steps of 48 samples (default: %(default)s)")
     args = parser.parse_args(arguments)
     world = mt.init()
@@ -104,7 +104,7 @@ def main(arguments=None):
     model, _ = train(world, args.steps, say)
     x, y = spirals()
     right = (model.module(x).argmax(1) == y).float().mean()
-    say(f"{right:.1%} of the points are told right, on {world.size} ranks")
+    say(f"{right:.1%} of the points are classified correctly, on {world.size} ranks")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     mpirun -n 2 python examples/engine.py --zero 2                          train 40 steps
     mpirun -n 2 python examples/engine.py --zero 2 --steps 20 --save kept   20 of them, and save
-    mpirun -n 2 python examples/engine.py --zero 2 --save kept --resume     go on to step 40
+    mpirun -n 2 python examples/engine.py --zero 2 --save kept --resume     continue to step 40
 
 A network learns what another network computes. Rank 0 prints the loss, then the measured memory of parameters,
 gradients and optimizer states on rank 0 beside the formula's, and a hash of all parameters. The second and third
@@ -53,7 +53,7 @@ def samples(step):
 def make_engine(world, zero, share_node=False):
     """Return an engine. Its settings are those of a TOML file, whose path may be given instead."""
     if BATCH % (ACCUMULATE * world.size):
-        raise mt.InputError(f"{world.size} ranks do not divide {BATCH // ACCUMULATE}; take another", agreed=True)
+        raise mt.InputError(f"{world.size} ranks do not divide {BATCH // ACCUMULATE}; use another number", agreed=True)
     microbatch = BATCH // (ACCUMULATE * world.size)  # samples of one rank in one backward pass
     config = {
         "train": {"batch": BATCH, "microbatch": microbatch, "clip": 1.0},
@@ -85,21 +85,21 @@ def memory_table(account):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description="Train with the engine, save, and go on.")
+    parser = argparse.ArgumentParser(description="Train with the engine, save, and resume.")
     parser.add_argument("--zero", type=int, choices=range(4), default=2, help="stage of ZeRO (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=40, help="updates in all (default: %(default)s)")
     parser.add_argument("--save", type=Path, help="folder of checkpoints")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the folder")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in the folder")
     parser.add_argument("--share-node", action="store_true", help="one copy of the parameters on each node")
     args = parser.parse_args(arguments)
     world = mt.init()
     say = print if world.rank == 0 else lambda *_, **__: None
     if args.resume and args.save is None:
-        raise mt.InputError("--resume goes on from a folder; give it with --save", agreed=True)
+        raise mt.InputError("--resume continues from a folder; name it with --save", agreed=True)
     engine = make_engine(world, args.zero, args.share_node)
     if args.resume:
         extra = engine.load(args.save)
-        say(f"going on after step {engine.steps}, where the loss was {extra['loss']:.5f}")
+        say(f"continuing after step {engine.steps}, where the loss was {extra['loss']:.5f}")
     loss = None
     while engine.steps < args.steps:
         loss = train_step(engine, world)

@@ -38,7 +38,7 @@ def load(folder, text):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
     except (OSError, ValueError) as error:
-        raise mt.InputError(f"{folder} holds no model with a tokenizer: {str(error).splitlines()[0]}") from None
+        raise mt.InputError(f"{folder} has no model with a tokenizer: {str(error).splitlines()[0]}") from None
     return model, tokenizer, torch.tensor(tokenizer(text, verbose=False)["input_ids"])
 
 
@@ -101,16 +101,18 @@ def main(arguments=None):
     logging.disable_progress_bar()  # every rank would draw one
     say = (lambda text: print(text, flush=True)) if world.rank == 0 else lambda text: None
     if BATCH % world.size:
-        raise mt.InputError(f"{world.size} ranks do not divide {BATCH}; take another number", agreed=True)
+        raise mt.InputError(f"{world.size} ranks do not divide {BATCH}; use a number that does", agreed=True)
     if not args.text.is_file():
-        raise mt.InputError(f"{args.text} is no file; give --text one", agreed=True)
+        raise mt.InputError(f"{args.text} is not a file; use a text file for --text", agreed=True)
     model, tokenizer, tokens = load(args.model, args.text.read_text(encoding="utf-8", errors="replace"))
-    torch.manual_seed(1 + world.rank)  # from here on dropout, where the model has it, is drawn apart on the ranks
+    torch.manual_seed(
+        1 + world.rank
+    )  # from here on dropout, where the model has it, is drawn independently on each rank
     model.loss_type = "ForCausalLM"  # of all these models; for GPT-2 transformers guesses it with a warning
     parameters = sum(p.numel() for p in model.parameters())
     cut = int(len(tokens) * (1 - HELD_OUT))
     if len(tokens) - cut < world.size * LENGTH:  # a piece for each rank
-        raise mt.InputError(f"{args.text} has {len(tokens)} tokens; give a longer text", agreed=True)
+        raise mt.InputError(f"{args.text} has {len(tokens)} tokens; use a longer text", agreed=True)
     rate = args.lr or (3e-3 if args.model is None else 5e-5)
     config = {
         "train": {"batch": BATCH, "steps": args.steps, "clip": 1.0},

@@ -50,7 +50,7 @@ def train(world, data, steps, say=print):
     description = data.description
     if description.kind != "arrays" or len(description.x_shape) != 3 or not description.classes:
         raise mt.InputError(
-            f"no images with classes, but {description.kind} of shape {description.x_shape}", agreed=True
+            f"--data needs images with classes, not {description.kind} of shape {description.x_shape}", agreed=True
         )
     torch.manual_seed(0)
     model = mt.DistributedDataParallel(ConvolutionalNetwork(description.x_shape[0], len(description.classes)), world)
@@ -88,7 +88,7 @@ def accuracy(world, model, data):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description="Classify images.")
-    parser.add_argument("--data", default="digits", help="folder of a prepared data set (default: %(default)s)")
+    parser.add_argument("--data", default="digits", help="prepared data set (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=150, help="steps of 64 samples (default: %(default)s)")
     args = parser.parse_args(arguments)
     world = mt.init()

@@ -5,7 +5,7 @@
     mpirun -n 2 python examples/mesh.py --tensor 2                   each layer on two ranks
     mpirun -n 4 python examples/mesh.py --pipeline 2 --tensor 2      both; ranks left over are data parallel
 
-A small transformer learns to go on with sequences in which each number is the sum of the two before it, modulo 16.
+A small transformer learns to continue sequences in which each number is the sum of the two before it, modulo 16.
 Rank 0 prints the loss, which is that of one rank to 1e-5 on every mesh that divides the batch.
 
 The model does not know about ranks. `pipeline_blocks` returns its blocks in order, and PLAN says by name how layers
@@ -91,14 +91,16 @@ def samples(step):
 def train(mesh, steps, schedule="1f1b", say=print):
     """Train, and return the loss of each step."""
     if BATCH % mesh.data.size:
-        raise mt.InputError(f"{mesh.data.size} data parallel ranks do not divide {BATCH}; take others", agreed=True)
+        raise mt.InputError(
+            f"{mesh.data.size} data parallel ranks do not divide {BATCH}; use another number", agreed=True
+        )
     torch.manual_seed(0)
     model = mt.parallelize(Transformer(), mesh.tensor, PLAN)
     pipeline = mt.Pipeline(model, model.criterion, mesh, schedule=schedule)
     optimizer = torch.optim.AdamW(pipeline.module.parameters(), lr=3e-3)
     losses = []
     for step in range(1, steps + 1):
-        x, y = (t[mesh.data.rank :: mesh.data.size] for t in samples(step))  # alike along pipeline and tensor
+        x, y = (t[mesh.data.rank :: mesh.data.size] for t in samples(step))  # equal along pipeline and tensor
         microbatches = list(zip(x.chunk(4), y.chunk(4), strict=True))
         optimizer.zero_grad()
         loss = torch.tensor(pipeline.forward_backward(microbatches, [len(part) / len(x) for part, _ in microbatches]))

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None, world: Communicator | None = None) -
     Returns:
         Exit code.
     """
-    words, flags = _divided(list(sys.argv[1:] if argv is None else argv))
+    words, flags = _split_arguments(list(sys.argv[1:] if argv is None else argv))
     read = early.read_arguments(lambda: _options(words)) if world is None else None
     from mpitrain.comm import init
     from mpitrain.trainer.held_out.evaluating import Evaluator, checkpoint_of
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None, world: Communicator | None = None) -
     )
     options.run, options.checkpoint = Path(paths[0]), Path(paths[1]) if paths[1] else None
     result = Evaluator(options, flags, world).evaluation()
-    world.on_root(lambda: _tell(result, options))
+    world.on_root(lambda: _report(result, options))
     return EXIT_DONE
 
 
@@ -57,9 +57,9 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     """Return the command's own arguments. Raises InputError on all ranks if they are wrong."""
     options = parse(_parser(), words)
     if options.best and options.step is not None:
-        raise refusal("--best and --step each name a checkpoint; give one of them")
+        raise refusal("--best and --step each name a checkpoint; use only one of them")
     if options.confusion is not None and options.confusion.suffix != ".csv":
-        raise refusal(f"--confusion {options.confusion} is to be a table; give a name that ends in .csv")
+        raise refusal(f"--confusion {options.confusion} is not the name of a table; use a name that ends in .csv")
     return options
 
 
@@ -71,19 +71,19 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="a run folder, or a step-... folder of its checkpoints")
-    add("--data", metavar="PATH", help="a data set like the one it was trained on [data.path of the run]")
-    add("--split", choices=("held_out", "train"), default="held_out", help="of the data set [held_out]")
-    add("--samples", type=early.positive_integer, metavar="N", help="at most so many, spread evenly [all]")
-    add("--best", action="store_true", help="the checkpoint that checkpoint.best keeps [the newest]")
-    add("--step", type=int, metavar="N", help="the checkpoint of this step [the newest]")
-    add("--confusion", type=Path, metavar="FILE.csv", help="write how often each class was taken for each")
+    add("run", type=Path, metavar="RUN", help="run folder, or one of its checkpoint folders step-...")
+    add("--data", metavar="PATH", help="data set of the same kind as in training [data.path of the run]")
+    add("--split", choices=("held_out", "train"), default="held_out", help="split of the data set [held_out]")
+    add("--samples", type=early.positive_integer, metavar="N", help="largest number of samples, spread evenly [all]")
+    add("--best", action="store_true", help="use the checkpoint kept by checkpoint.best [the newest]")
+    add("--step", type=int, metavar="N", help="use the checkpoint of this step [the newest]")
+    add("--confusion", type=Path, metavar="FILE.csv", help="write the confusion matrix of the classes")
     add_trust(parser)
-    add("--json", type=Path, metavar="FILE", help="write all figures into this file")
+    add("--json", type=Path, metavar="FILE", help="write all metrics to this file")
     return parser
 
 
-def _divided(words: list[str]) -> tuple[list[str], list[str]]:
+def _split_arguments(words: list[str]) -> tuple[list[str], list[str]]:
     """Return the command's own arguments, and the settings (--section.key value) among the words."""
     own_words, flags = list[str](), list[str]()
     while words:
@@ -98,22 +98,28 @@ def _divided(words: list[str]) -> tuple[list[str], list[str]]:
     return own_words, flags
 
 
-def _tell(told: Evaluation, options: argparse.Namespace) -> None:
+def _report(evaluation: Evaluation, options: argparse.Namespace) -> None:
     """Print the metrics and write the requested files, on one rank."""
     split = options.split.replace("_", "-")
-    echo(f"{told.checkpoint} on {counted(told.samples, f'{split} sample')} of {told.data or 'data.path'}")
-    echo(align_rows([(with_spaces(name), f"{value:.6g}") for name, value in told.figures.items()]))
-    counts: list[list[int]] = told.confusion.tolist() if told.confusion is not None else []
-    values = {"checkpoint": str(told.checkpoint), "step": told.step, "data": told.data, "split": options.split}
-    values |= {"samples": told.samples}
-    values |= {name: value if math.isfinite(value) else None for name, value in told.figures.items()}
-    values |= {"classes": list(told.classes), "confusion": counts} if told.confusion is not None else {}
+    samples = counted(evaluation.samples, f"{split} sample")
+    echo(f"{evaluation.checkpoint} on {samples} of {evaluation.data or 'data.path'}")
+    echo(align_rows([(with_spaces(name), f"{value:.6g}") for name, value in evaluation.figures.items()]))
+    counts: list[list[int]] = evaluation.confusion.tolist() if evaluation.confusion is not None else []
+    values = {
+        "checkpoint": str(evaluation.checkpoint),
+        "step": evaluation.step,
+        "data": evaluation.data,
+        "split": options.split,
+    }
+    values |= {"samples": evaluation.samples}
+    values |= {name: value if math.isfinite(value) else None for name, value in evaluation.figures.items()}
+    values |= {"classes": list(evaluation.classes), "confusion": counts} if evaluation.confusion is not None else {}
     try:
         if options.confusion is not None:
             with replacing(options.confusion) as aside, open(aside, "w", newline="", encoding="utf-8") as file:
                 table = csv.writer(file)  # a line for each true class, a column for each predicted class
-                table.writerow(["right \\ found", *told.classes])
-                table.writerows([name, *row] for name, row in zip(told.classes, counts, strict=True))
+                table.writerow(["true \\ predicted", *evaluation.classes])
+                table.writerows([name, *row] for name, row in zip(evaluation.classes, counts, strict=True))
         if options.json is not None:
             write_whole(options.json, json.dumps(values, allow_nan=False) + "\n")
     except OSError as error:

@@ -32,27 +32,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "a trained model of text goes on from prompts; text to standard output"
+    about = "Continue prompts with a trained language model; the text goes to standard output."
     parser = argparse.ArgumentParser(prog="python -m mpitrain.generate", description=about)
     add_run(parser)
     add = parser.add_argument
-    add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
-    prompts = 'prompts, one a line; of FILE.jsonl what each line has under "prompt"'
+    add("--prompt", action="append", default=[], metavar="TEXT", help="prompt; may be repeated")
+    prompts = 'file with one prompt per line; for FILE.jsonl, the field "prompt" of each line'
     add("--prompts", type=Path, metavar="FILE", help=prompts)
-    add("--tokens", type=positive_integer, default=128, metavar="N", help="tokens to be made, at most [128]")
-    divided = "what scores are divided by; 0: the likeliest token each time [1]"
+    add("--tokens", type=positive_integer, default=128, metavar="N", help="largest number of new tokens [128]")
+    divided = "divisor of the scores; 0 takes the likeliest token each time [1]"
     add("--temperature", type=float, default=1.0, metavar="T", help=divided)
-    add("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens; 0: all [0]")
-    nucleus = "draw from the fewest likeliest tokens that have probability P together [1]"
+    add("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens; 0 for all [0]")
+    nucleus = "draw from the fewest likeliest tokens whose total probability is P [1]"
     add("--top-p", type=float, default=1.0, metavar="P", help=nucleus)
     least = "draw from tokens at least P times as likely as the likeliest [0]"
     add("--min-p", type=float, default=0.0, metavar="P", help=least)
-    penalty = "what scores of tokens that the text has already are divided by, negative ones multiplied [1]"
+    penalty = "divisor of the scores of tokens that the text already has; negative ones are multiplied [1]"
     add("--repetition-penalty", type=float, default=1.0, metavar="R", help=penalty)
     add("--stop", action="append", default=[], metavar="TEXT", help="end a text before this one; may be repeated")
-    seed = "of what is drawn; a prompt goes on alike beside any others [1]"
+    seed = "seed of the random numbers; other prompts do not change the text of a prompt [1]"
     add("--seed", type=int, default=1, metavar="S", help=seed)
-    lines = 'write {"prompt", "text", "tokens", "ended"} of each prompt there; else to standard output'
+    lines = 'file for {"prompt", "text", "tokens", "ended"} of each prompt [standard output]'
     add("--out", type=Path, metavar="FILE.jsonl", help=lines)
     layers, blocks = "ranks that share the layers of the model [1]", "ranks that share its blocks, as stages [1]"
     add("--parallel.tensor", dest="tensor", type=int, default=1, metavar="N", help=layers)
@@ -60,43 +60,49 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(given: argparse.Namespace, job: Job) -> int:
+def _run(arguments: argparse.Namespace, job: Job) -> int:
     """Generate text for all prompts. Collective over the ranks of the job."""
     from mpitrain.inference import placing
-    from mpitrain.inference.generation import Draws, Generation, Sampling, StopWatch
+    from mpitrain.inference.generation import Draws, Generation, Sampling, StopSearch
 
-    sampling = Sampling(given.temperature, given.top_k, given.top_p, given.min_p, given.repetition_penalty)
-    stops = tuple(given.stop)
+    sampling = Sampling(
+        arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p, arguments.repetition_penalty
+    )
+    stops = tuple(arguments.stop)
     if "" in stops:
-        raise refusal("--stop '': an empty text is at once there; give a text to stop at, or leave it out")
-    texts: list[str] = job.decided(lambda: _texts(given))
-    model = placing.placed(given.run, job, job.device(given.device), best=given.best, trust=given.trust)
+        raise refusal("--stop '' would end each text at once; use a text to stop at, or remove it")
+    texts: list[str] = job.on_root(lambda: _read_texts(arguments))
+    model = placing.load_language_model(
+        arguments.run, job, job.device(arguments.device), best=arguments.best, trust=arguments.trust
+    )
     if model.remark:
-        job.say(model.remark)
-    codec, prompts = job.agreed(lambda: _encoded(texts, model))
+        job.print_message(model.remark)
+    codec, prompts = job.run_agreed(lambda: _encode_prompts(texts, model))
 
-    def watch() -> StopWatch:
-        return StopWatch(codec.decoder(), stops)
+    def make_stop_search() -> StopSearch:
+        return StopSearch(codec.decoder(), stops)
 
-    generation = Generation(model, sampling, given.tokens, watch if stops else None)
-    if min(map(generation.left, prompts)) < given.tokens:
-        job.say(f"the model has positions for {model.longest} tokens, so that texts end there")
-    stream = len(texts) == 1 and not given.out
-    screen = _Screen(texts[0], watch()) if stream and job.first else None
+    generation = Generation(model, sampling, arguments.tokens, make_stop_search if stops else None)
+    if min(map(generation.left, prompts)) < arguments.tokens:
+        job.print_message(f"the model has positions for {model.longest} tokens, so texts end there")
+    stream = len(texts) == 1 and not arguments.out
+    screen = _Screen(texts[0], make_stop_search()) if stream and job.first else None
     mine = range(job.column, len(prompts), job.columns)
     continuations = generation.run(
-        prompts, Draws(given.seed, prompts), mine, screen.add if screen is not None else None
+        prompts, Draws(arguments.seed, prompts), mine, screen.add if screen is not None else None
     )
     if screen is not None:
         screen.end()
-    results = job.gathered([(number, continuations[number].tokens, continuations[number].ended) for number in mine])
+    results = job.gather([(number, continuations[number].tokens, continuations[number].ended) for number in mine])
     if job.first and not stream:
-        texts_of = {n: {"text": watch().decode(of), "tokens": len(of), "ended": ended} for n, of, ended in results}
-        json_lines(given.out, ({"prompt": text} | texts_of[number] for number, text in enumerate(texts)))
+        texts_of = {
+            n: {"text": make_stop_search().decode(of), "tokens": len(of), "ended": ended} for n, of, ended in results
+        }
+        json_lines(arguments.out, ({"prompt": text} | texts_of[number] for number, text in enumerate(texts)))
     return EXIT_DONE
 
 
-def _texts(arguments: argparse.Namespace) -> list[str]:
+def _read_texts(arguments: argparse.Namespace) -> list[str]:
     """Return the prompts from the command line and its file."""
     from mpitrain.inference.prompts import read_prompts
 
@@ -104,11 +110,11 @@ def _texts(arguments: argparse.Namespace) -> list[str]:
         require_new(arguments.out)
     prompts = [*arguments.prompt, *(read_prompts(arguments.prompts) if arguments.prompts is not None else [])]
     if not prompts:
-        raise refusal("nothing to go on from; give --prompt TEXT, or --prompts FILE")
+        raise refusal("there is no prompt; use --prompt TEXT or --prompts FILE")
     return prompts
 
 
-def _encoded(texts: Sequence[str], model: LanguageModel) -> tuple[TextCodec, list[list[int]]]:
+def _encode_prompts(texts: Sequence[str], model: LanguageModel) -> tuple[TextCodec, list[list[int]]]:
     """Return the codec of the model's text, and the tokens of the prompts.
 
     An empty prompt starts with the token that ends a document. Raises InputError if there is no such token, or if a
@@ -121,16 +127,16 @@ def _encoded(texts: Sequence[str], model: LanguageModel) -> tuple[TextCodec, lis
     for text in texts:
         tokens = codec.encode(text) or ([] if model.end is None else [model.end])
         if not tokens:
-            raise refusal("an empty prompt, and the data have no token that ends a document to begin with; give a text")
+            raise refusal("a prompt is empty, but the data have no end token to begin with; use a prompt with text")
         if max(tokens) >= model.vocabulary:
             raise refusal(
-                f"the prompt {text[:40]!r} has the token {max(tokens)}, and the model was trained on "
+                f"the prompt {text[:40]!r} has the token {max(tokens)}, but the model was trained on "
                 f"{model.vocabulary}; put the tokenizer.json of its data into {model.saved.run}"
             )
         if model.longest is not None and len(tokens) >= model.longest:
             raise refusal(
-                f"the prompt {text[:40]!r} has {len(tokens)} tokens, and the model has positions for {model.longest}; "
-                "give a shorter one"
+                f"the prompt {text[:40]!r} has {len(tokens)} tokens, but the model has positions for {model.longest}; "
+                "use a shorter one"
             )
         prompts.append(tokens)
     return codec, prompts

@@ -30,23 +30,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "what a trained model says of samples: probabilities of classes, numbers, or how likely texts are"
+    about = "Predict samples with a trained model: probabilities of classes, numbers, or probabilities of texts."
     parser = argparse.ArgumentParser(prog="python -m mpitrain.predict", description=about)
     add_run(parser)
     add = parser.add_argument
-    kinds = "a data set's folder (train, then held-out samples), .npy, .npz, a table (.csv, .parquet), an image or a "
-    kinds += "folder of images; of a model of text: .txt with a text a line, or JSON lines"
+    kinds = "data set folder (train, then held-out samples), .npy, .npz, table (.csv, .parquet), image or folder of "
+    kinds += "images; for a model of text: .txt with one text per line, or JSON lines"
     add("input", type=Path, metavar="INPUT", help=kinds)
     add("--out", type=Path, required=True, metavar="FILE", help="a new .csv, .jsonl or .npz file")
-    add("--batch", type=positive_integer, default=64, metavar="N", help="samples at a time and rank [64]")
-    bad = "leave out images that cannot be read and rows of tables that do not fit, and count them"
+    add("--batch", type=positive_integer, default=64, metavar="N", help="samples per rank and batch [64]")
+    bad = "skip and count images that cannot be read, and table rows that do not fit"
     add("--skip-bad", action="store_true", help=bad)
-    keep = "tables: columns that the output has as they are, such as an id"
+    keep = "tables: columns to copy to the output, such as an id"
     add("--keep", type=_names, default=(), metavar="A,B", help=keep)
-    add("--text", default="text", metavar="FIELD", help="JSON lines: the field of the text [text]")
-    prompt = "JSON lines: the field of a prompt, and of what follows it, which alone is foretold"
+    add("--text", default="text", metavar="FIELD", help="JSON lines: field with the text [text]")
+    prompt = "JSON lines: field with a prompt; only the completion is predicted"
     add("--prompt", metavar="FIELD", help=prompt)
-    add("--completion", metavar="FIELD", help="with --prompt: the field of what follows [completion]")
+    add("--completion", metavar="FIELD", help="with --prompt: field with the completion [completion]")
     return parser
 
 
@@ -54,7 +54,7 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(map(str.strip, text.split(","))))
 
 
-def _samples(arguments: argparse.Namespace, saved: SavedModel) -> Samples:
+def _open_samples(arguments: argparse.Namespace, saved: SavedModel) -> Samples:
     """Return the samples to predict."""
     from mpitrain.data.sources.documents import TextFields
     from mpitrain.inference.inputs import Texts, open_samples
@@ -64,7 +64,7 @@ def _samples(arguments: argparse.Namespace, saved: SavedModel) -> Samples:
     if about.kind != "tokens" or not is_texts(arguments.input):
         return open_samples(arguments.input, about, skip_bad=arguments.skip_bad, keep=arguments.keep)
     if arguments.keep:
-        raise refusal("--keep is for columns of a table, and the model was trained on text; leave it out")
+        raise refusal("--keep is for columns of a table, but the model was trained on text; remove it")
     fields = TextFields(arguments.text, arguments.prompt, arguments.completion)
     return Texts(arguments.input, about, codec_of(saved.tokenizer, about.vocabulary or 0, saved.run), fields)
 
@@ -74,14 +74,16 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
     import numpy as np
     import torch
 
-    from mpitrain.inference.predictions import new_file, require_file, told_of
+    from mpitrain.inference.predictions import format_of, new_file, require_file
     from mpitrain.loading import load_folder
 
-    job.decided(lambda: require_file(arguments.out))
+    job.on_root(lambda: require_file(arguments.out))
     load = partial(load_folder, trust=arguments.trust)
-    task, saved = job.first_whole(arguments.run, lambda folder: job.agreed(partial(load, folder)), best=arguments.best)
-    samples = job.agreed(lambda: _samples(arguments, saved))
-    table_format, device = told_of(saved.description), job.device(arguments.device)
+    task, saved = job.first_complete(
+        arguments.run, lambda folder: job.run_agreed(partial(load, folder)), best=arguments.best
+    )
+    samples = job.run_agreed(lambda: _open_samples(arguments, saved))
+    table_format, device = format_of(saved.description), job.device(arguments.device)
     module = task.module.to(device)
 
     def rows_of(lo: int, hi: int) -> np.ndarray:
@@ -100,7 +102,7 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
 
     with ExitStack() as stack:
         write = (
-            stack.enter_context(new_file(arguments.out, table_format, samples.names, samples.kept))
+            stack.enter_context(new_file(arguments.out, table_format, samples.names, samples.extra_columns))
             if job.first
             else None
         )
@@ -109,17 +111,17 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
             end = min(first + per_round, len(samples))
             lo = min(first + arguments.batch * job.column, end)
             hi = min(lo + arguments.batch, end)
-            all_rows = job.rows(job.agreed(partial(rows_of, lo, hi)))
+            all_rows = job.gather_rows(job.run_agreed(partial(rows_of, lo, hi)))
             count += len(all_rows)
             if write is not None:
                 write(all_rows[:, 0].astype(np.int64).tolist(), all_rows[:, 1:])
         if count == 0 and arguments.skip_bad:
-            raise refusal(f"{arguments.input} has nothing but {samples.called}; give others")
+            raise refusal(f"{arguments.input} has only {samples.left_out_kind}; use others")
     if bad := sorted(
-        set(job.gathered(samples.left_out))
+        set(job.gather(samples.left_out))
     ):  # every rank reads the whole table, so ranks may report the same row
-        job.say(f"left out {len(bad)} {samples.called}, such as {bad[0][1]}")
-    job.say(f"{count} samples in {arguments.out}")
+        job.print_message(f"left out {len(bad)} {samples.left_out_kind}, such as {bad[0][1]}")
+    job.print_message(f"{count} samples in {arguments.out}")
     return EXIT_DONE
 
 

@@ -20,7 +20,7 @@ from mpitrain.comm.memory import device as hardware
 from mpitrain.errors import InputError
 from mpitrain.inference.commands import parse
 from mpitrain.measuring import self_start
-from mpitrain.speeds.timing import Contender, Times, interleaved
+from mpitrain.speeds.timing import Contender, Times, measure_in_turns
 
 # options of `BenchmarkParser.model`: (default, default in a quick run)
 _GPT = {"layers": (4, 2), "width": (256, 64), "heads": (4, 4), "sequence": (64, 32)}
@@ -185,14 +185,14 @@ def timed(
         what: Name of the measurement in the printed line; empty: print nothing.
         contenders: Contenders by name; a plain function is called once per measurement.
         options: Options of the command, with `repeats` and optionally `seconds`.
-        begins: If false, this rank only waits for what others begin; see `interleaved`.
+        begins: If false, this rank only waits for what others begin; see `measure_in_turns`.
 
     Returns:
         Times of each contender, by name.
     """
     every = {n: one if isinstance(one, Contender) else Contender(one, single=True) for n, one in contenders.items()}
     budget = getattr(options, "seconds", math.inf)
-    times = interleaved(world, every, options.repeats, budget, begins=begins)
+    times = measure_in_turns(world, every, options.repeats, budget, begins=begins)
     if what:
         say(world, f"{what}: " + ", ".join(f"{name} {of.median * 1e3:.3g} ms" for name, of in times.items()))
     return times

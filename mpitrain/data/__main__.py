@@ -21,14 +21,14 @@ from mpitrain.storage.text import bytes_text, counted
 _SOURCES = """\
 sources (all of one kind):
   text files, folders of text      bytes, or tokens with --tokenizer
-  .jsonl, .json lines, .parquet    a document a line or row: --text FIELD [text], or --prompt and --completion
-  train.bin val.bin, tokens.npy    tokens that were made already, also Megatron's .idx and .bin; --dtype
+  .jsonl, .json lines, .parquet    one document per line or row: --text FIELD [text], or --prompt and --completion
+  train.bin val.bin, tokens.npy    tokens made by another tool, also Megatron-LM's .idx and .bin; --dtype
   x.npy y.npy, or one .npz         rows of arrays; also x_train y_train x_test y_test
-  a folder of image folders        one class per subfolder; --size where sizes differ
+  a folder of image folders        one class per subfolder; --size if sizes differ
   IDX files (MNIST), also .gz      images and labels; t10k is held out
-  .csv, .tsv, .parquet             columns and a --label column
-  .tar, .tar.gz (WebDataset)       x.jpg with x.cls, x.json or x.txt; --size where sizes differ
-text, JSON lines, tokens, tables and archives also as .gz, .bz2, .xz and .zst
+  .csv, .tsv, .parquet             columns, one of which is the --label
+  .tar, .tar.gz (WebDataset)       x.jpg with x.cls, x.json or x.txt; --size if sizes differ
+text, JSON lines, tokens, tables and archives may be compressed: .gz, .bz2, .xz or .zst
 """
 
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m mpitrain.data", description="make and describe data sets")
+    parser = argparse.ArgumentParser(prog="python -m mpitrain.data", description="Make and describe data sets.")
     parser.add_argument("--version", action="version", version=VERSION)
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser(
@@ -50,25 +50,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     prepare.set_defaults(act=_prepare)
     prepare.add_argument("sources", nargs="+", metavar="SOURCE", help="files or folders, all of one kind")
-    prepare.add_argument("--out", required=True, type=Path, metavar="DIR", help="the folder to make")
-    prepare.add_argument("--held-out", type=float, default=0.05, metavar="F", help="fraction kept to evaluate [0.05]")
+    prepare.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to create")
+    prepare.add_argument("--held-out", type=float, default=0.05, metavar="F", help="fraction for evaluation [0.05]")
     prepare.add_argument("--tokenizer", type=Path, metavar="FILE", help="text: a Hugging Face tokenizer.json")
     _add_fields(prepare)
     pack = "pack whole documents into samples of S tokens; a file of text is one document"
     prepare.add_argument("--pack", type=positive_integer, metavar="S", help=pack)
-    prepare.add_argument("--blank-lines", action="store_true", help="text: a document ends at blank lines, not files")
+    prepare.add_argument("--blank-lines", action="store_true", help="text: documents end at blank lines")
     prepare.add_argument("--end-token", metavar="T", help="token after each document: its name or number, or none")
-    prepare.add_argument("--dtype", choices=("uint16", "uint32"), help="tokens in .bin: how they are stored [uint16]")
-    prepare.add_argument("--vocabulary", type=positive_integer, metavar="N", help="tokens in .bin or .npy: how many")
-    prepare.add_argument("--size", type=_size, metavar="HxW", help="images: pixels, as 224 or 128x256")
-    prepare.add_argument("--label", metavar="COLUMN", help="CSV: name or number (from 1) of the label's column")
+    prepare.add_argument("--dtype", choices=("uint16", "uint32"), help="tokens in .bin: their type [uint16]")
+    prepare.add_argument("--vocabulary", type=positive_integer, metavar="N", help="tokens: size of the vocabulary")
+    prepare.add_argument("--size", type=_size, metavar="HxW", help="images: size in pixels, such as 224 or 128x256")
+    prepare.add_argument("--label", metavar="COLUMN", help="tables: label column, by name or number from 1")
     _add_options(prepare)
-    prepare.add_argument("--kind", metavar="MODULE:FUNCTION", help="a function of yours that returns a kind of input")
+    prepare.add_argument("--kind", metavar="MODULE:FUNCTION", help="your own function that returns a kind of input")
     prepare.add_argument("--shard-mb", type=_positive, default=256, metavar="MB", help="MiB of data per shard [256]")
     tokenizer = commands.add_parser("tokenizer", help="train a tokenizer on text, JSON lines or parquet")
     tokenizer.set_defaults(act=_tokenizer)
     tokenizer.add_argument("sources", nargs="+", metavar="SOURCE", help="files or folders of text, as for prepare")
-    tokenizer.add_argument("--out", required=True, type=Path, metavar="FILE", help="the tokenizer.json to make")
+    tokenizer.add_argument("--out", required=True, type=Path, metavar="FILE", help="tokenizer.json to create")
     tokenizer.add_argument("--vocabulary", type=positive_integer, default=32768, metavar="N", help="tokens [32768]")
     tokenizer.add_argument("--kind", choices=("bpe",), default="bpe", help="byte-level byte pair encoding [bpe]")
     _add_fields(tokenizer)
@@ -80,23 +80,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_fields(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--text", metavar="FIELD", help="JSON lines, parquet: the field of the text [text]")
-    parser.add_argument("--prompt", metavar="FIELD", help="JSON lines, parquet: a field that is not trained on")
-    parser.add_argument("--completion", metavar="FIELD", help="with --prompt: the field that is [completion]")
-    parser.add_argument("--encoding", metavar="NAME", help="text: what it is in, where not UTF-8, as utf-16")
+    parser.add_argument("--text", metavar="FIELD", help="JSON lines, parquet: field with the text [text]")
+    parser.add_argument("--prompt", metavar="FIELD", help="JSON lines, parquet: field that is not trained on")
+    parser.add_argument("--completion", metavar="FIELD", help="with --prompt: field that is trained on [completion]")
+    parser.add_argument("--encoding", metavar="NAME", help="text: its encoding, if not UTF-8, such as utf-16")
 
 
 def _add_options(prepare: argparse.ArgumentParser) -> None:
     add = prepare.add_argument
     add("--columns", type=_names, metavar="A,B", help="tables: columns to learn from, names or numbers [all]")
     add("--drop", type=_names, metavar="A,B", help="tables: columns not to learn from")
-    add("--missing", choices=get_args(Missing), help="tables: what missing values become; drop: leave such rows out")
-    add("--categories", choices=get_args(Categories), help="tables: what texts become: several numbers, or one")
-    add("--scale", choices=get_args(Scale), help="tables: give columns of numbers the mean 0 and the deviation 1")
-    add("--like", type=Path, metavar="DIR", help="tables: do with columns what data set DIR did, to evaluate")
-    add("--allow-nonfinite", action="store_true", help="tables, arrays: take nan and infinite numbers as they are")
-    add("--skip-bad", action="store_true", help="leave out images that cannot be read and ragged rows of tables")
-    add("--classes", type=Path, metavar="FILE", help="archives of images: the names of the classes, one a line")
+    add("--missing", choices=get_args(Missing), help="tables: replacement of missing values; drop skips such rows")
+    add("--categories", choices=get_args(Categories), help="tables: encoding of texts, as several numbers or one")
+    add("--scale", choices=get_args(Scale), help="tables: scale columns of numbers to mean 0 and deviation 1")
+    add("--like", type=Path, metavar="DIR", help="tables: convert columns as data set DIR did, to evaluate")
+    add("--allow-nonfinite", action="store_true", help="tables, arrays: accept nan and infinite numbers")
+    add("--skip-bad", action="store_true", help="skip images that cannot be read, and table rows of another length")
+    add("--classes", type=Path, metavar="FILE", help="archives of images: file with one class name per line")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ def _tokenizer(arguments: argparse.Namespace) -> int:
 
     options = {key: getattr(arguments, key) for key in ("text", "prompt", "completion", "encoding")}
     size = train_tokenizer(arguments.sources, arguments.out, arguments.vocabulary, PrepareOptions(**options))
-    fewer = f" (the text gives no more than that, of {arguments.vocabulary:,})" if size < arguments.vocabulary else ""
+    fewer = " (the text gives no more than these)" if size < arguments.vocabulary else ""
     echo(f"{arguments.out}: {size:,} tokens{fewer}")
     echo(f"\nuse it: python -m mpitrain.data prepare SOURCE... --tokenizer {arguments.out} --out DIR")
     return EXIT_DONE
@@ -180,7 +180,7 @@ def _info(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-_CLEARED = "\r\x1b[K"  # back to the beginning of the terminal line, and clear it
+_CLEAR_LINE = "\r\x1b[K"  # back to the beginning of the terminal line, and clear it
 
 
 @contextmanager
@@ -196,13 +196,15 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         if now - shown >= 0.5:
             shown = now
             done = sum(of_splits.values()) / 2**20
-            print(f"{_CLEARED}{done:,.0f} MiB, {done / (now - start):,.0f} MiB/s", end="", file=sys.stderr, flush=True)
+            print(
+                f"{_CLEAR_LINE}{done:,.0f} MiB, {done / (now - start):,.0f} MiB/s", end="", file=sys.stderr, flush=True
+            )
 
     try:
         yield show
     finally:
         if shown > start:
-            print(_CLEARED, end="", file=sys.stderr, flush=True)
+            print(_CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
 
 # -- Description of a data set, as lines of text
@@ -211,7 +213,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 _MOST_CLASSES = 12  # shown by name
 _LONGEST, _LONGEST_NAME = 1000, 100  # characters of a value, and of a class
 _TITLES = {TRAIN: "train", HELD_OUT: "held out"}
-_GIVEN = {"integer": "int64", "float": "float32", "unit": "float32 of value/255"}
+_READ_AS = {"integer": "int64", "float": "float32", "unit": "float32 of value/255"}
 
 
 def describe(folder: Path, manifest: DatasetManifest) -> Iterator[str]:
@@ -235,7 +237,7 @@ def _facts(folder: Path, manifest: DatasetManifest) -> Iterator[tuple[str, str]]
     if manifest.kind == "arrays":
         for field in manifest.fields:
             shape = " x ".join(str(n) for n in field.shape) or "one number"
-            yield field.name, f"{shape}, stored as {field.dtype}, read as {_GIVEN[field.given]}"
+            yield field.name, f"{shape}, stored as {field.dtype}, read as {_READ_AS[field.given]}"
     if manifest.vocabulary is not None:
         yield "vocabulary", f"{manifest.vocabulary:,}"
     if manifest.kind == "tokens":
@@ -244,7 +246,7 @@ def _facts(folder: Path, manifest: DatasetManifest) -> Iterator[tuple[str, str]]
         if manifest.pack:
             yield "samples", f"whole documents packed into {manifest.pack:,} tokens (model.sequence {manifest.pack})"
         if len(manifest.fields) > 1:
-            yield "mask", "targets that are not trained on: prompts, and what fills up samples"
+            yield "mask", "targets that are not trained on: prompts, and padding of samples"
     if manifest.classes is not None:
         yield from _classes(manifest, manifest.classes)
     for place, source in enumerate(manifest.origin.sources):

@@ -101,13 +101,13 @@ def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None =
     there = set(os.listdir(folder))  # detects missing shards at once; their content is checked when it is read
     for shard in spec.shards:
         if shard.file not in there:
-            raise InputError(f"data set {folder}: shard {shard.file} is missing; restore that file or prepare it again")
+            raise InputError(f"data set {folder}: shard {shard.file} is missing; restore that file, or prepare again")
     reader = RowReader(folder, spec, manifest)
     reader.shard(0)  # reports an unreadable first file at once
     if apart and manifest.document_end is None:
         raise InputError(
-            f"data set {folder} says nowhere which token ends a document, so its documents cannot be kept apart; set "
-            "data.documents joined, or prepare it again with --end-token"
+            f"data set {folder} does not say which token ends a document, so attention cannot stay within documents; "
+            "set data.documents joined, or prepare it again with --end-token"
         )
     if manifest.kind == "tokens":
         return TokenDataset(folder, split, manifest, reader, sequence, apart)
@@ -171,21 +171,21 @@ class Dataset(ABC):
         """Close the files. A later read opens them again."""
         self._reader.close()
 
-    def _sorted(self, ids: Ids) -> tuple[Ids, Ids]:
+    def _sort(self, ids: Ids) -> tuple[Ids, Ids]:
         """Sort ids in the order of the files; return (their places in `ids`, the sorted ids)."""
         places = np.argsort(ids, kind="stable")
         ordered = ids[places]
         if len(ids) and not 0 <= ordered[0] <= ordered[-1] < len(self):
-            raise IndexError(f"sample ids from {ordered[0]} to {ordered[-1]} in a data set of {len(self)}")
+            raise IndexError(f"sample ids are {ordered[0]} to {ordered[-1]}, but the data set has {len(self)} samples")
         return places, ordered
 
-    def _windows(self, number: int, spec: FieldSpec, ids: Ids, step: int, length: int) -> npt.NDArray[Any]:
+    def _read_windows(self, number: int, spec: FieldSpec, ids: Ids, step: int, length: int) -> npt.NDArray[Any]:
         """Read `length` rows of a field for each id, from row id * step on.
 
         Returns:
             Array [n, length, *shape] of the stored dtype.
         """
-        places, ordered = self._sorted(ids)
+        places, ordered = self._sort(ids)
         out = np.empty((len(ids), length, *spec.shape), spec.stored)
         if 1 not in (ordered[1:] - ordered[:-1]).tolist():  # no two are neighbours
             self._reader.gather(number, ordered * step, out, places)
@@ -211,17 +211,23 @@ class TokenDataset(Dataset):
         manifest: Manifest of the data set.
         reader: Reader of the rows of the split.
         sequence: S, the tokens per sample.
-        apart: If true, attention must not cross documents.
+        separate: If true, attention must not cross documents.
 
     Raises:
         InputError: `sequence` is missing, the split is shorter than one sample, or it was packed for another sequence.
     """
 
     def __init__(
-        self, folder: Path, split: str, manifest: DatasetManifest, reader: RowReader, sequence: int | None, apart: bool
+        self,
+        folder: Path,
+        split: str,
+        manifest: DatasetManifest,
+        reader: RowReader,
+        sequence: int | None,
+        separate: bool,
     ) -> None:
         if sequence is None or sequence < 1:
-            raise InputError(f"data set {folder} is a stream of tokens; say how many a sample has (model.sequence)")
+            raise InputError(f"data set {folder} is a stream of tokens; set model.sequence to the tokens per sample")
         if manifest.pack and manifest.pack != sequence:
             raise InputError(
                 f"data set {folder} was packed for samples of {manifest.pack} tokens, not {sequence}; set "
@@ -231,20 +237,20 @@ class TokenDataset(Dataset):
         samples = tokens // (sequence + 1) if manifest.pack else (tokens - 1) // sequence
         if samples < 1:
             raise InputError(
-                f"data set {folder} has {tokens} {split} tokens, one sample of model.sequence {sequence} takes "
-                f"{sequence + 1}; give more data or a shorter sequence"
+                f"data set {folder} has {tokens} {split} tokens, but one sample of model.sequence {sequence} needs "
+                f"{sequence + 1}; use more data or a smaller model.sequence"
             )
         form, end = ((sequence,), np.dtype(np.int64)), manifest.document_end
-        details = {"masked": len(manifest.fields) > 1, "document_end": end, "apart": end if apart else None}
-        super().__init__(_described(manifest, split, samples, form, form, **details), reader)
+        details = {"masked": len(manifest.fields) > 1, "document_end": end, "apart": end if separate else None}
+        super().__init__(_describe(manifest, split, samples, form, form, **details), reader)
         self._length, self._fields = sequence + 1, manifest.fields
         self._step = sequence + bool(manifest.pack)
 
     def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        tokens = self._windows(0, self._fields[0], ids, self._step, self._length)
+        tokens = self._read_windows(0, self._fields[0], ids, self._step, self._length)
         x, y = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
         if self.description.masked:
-            y[self._windows(1, self._fields[1], ids, self._step, self._length)[:, 1:] == 0] = UNCOUNTED
+            y[self._read_windows(1, self._fields[1], ids, self._step, self._length)[:, 1:] == 0] = UNCOUNTED
         return x, y
 
 
@@ -260,21 +266,21 @@ class ArrayDataset(Dataset):
     def __init__(self, split: str, manifest: DatasetManifest, reader: RowReader) -> None:
         x, y = manifest.fields
         forms, samples = ((x.shape, x.handed), (y.shape, y.handed)), manifest.splits[split].rows
-        super().__init__(_described(manifest, split, samples, *forms, columns=manifest.columns), reader)
+        super().__init__(_describe(manifest, split, samples, *forms, columns=manifest.columns), reader)
         self._fields = (x, y)
 
     def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        x, y = (_handed(field, self._windows(i, field, ids, 1, 1)[:, 0]) for i, field in enumerate(self._fields))
+        x, y = (_convert(field, self._read_windows(i, field, ids, 1, 1)[:, 0]) for i, field in enumerate(self._fields))
         return x, y
 
 
-def _described(manifest: DatasetManifest, split: str, samples: int, x: _Form, y: _Form, **more: Any) -> Description:
+def _describe(manifest: DatasetManifest, split: str, samples: int, x: _Form, y: _Form, **more: Any) -> Description:
     """Return the description of a split whose samples have these shapes and dtypes."""
     vocabulary, classes = manifest.vocabulary, manifest.classes
     return Description(manifest.kind, split, samples, *x, *y, vocabulary, classes, manifest.identity, **more)
 
 
-def _handed(field: FieldSpec, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _convert(field: FieldSpec, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
     values = stored.astype(field.handed, copy=False)
     if field.given == "unit":
         values *= np.float32(1 / 255)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 def make_dataset(
-    target: Path, fill: Callable[[Path], None], *, once: bool, whole: Callable[[Path], bool] = is_dataset
+    target: Path, fill: Callable[[Path], None], *, once: bool, is_usable: Callable[[Path], bool] = is_dataset
 ) -> None:
     """Make a data set folder: fill it under a temporary name, then rename it.
 
@@ -59,23 +59,23 @@ def make_dataset(
         fill: Function that writes the data set into the temporary folder.
         once: If true, accept a complete data set of that name, even if another process makes it meanwhile; if false, an
             existing one is an error.
-        whole: Function that returns True if a data set can be used. With `once`, a data set that cannot is replaced.
+        is_usable: Function that returns True if a data set can be used. With `once`, an unusable data set is replaced.
 
     Raises:
         InputError: The name is taken, the folder is not writable, or the disk is full.
     """
     with os_errors(f"data set {target} cannot be written"):
-        if once and whole(target):  # checked without a lock, so that it works on a read-only file system too
+        if once and is_usable(target):  # checked without a lock, so that it works on a read-only file system too
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         with locks.wait_for(target.parent / f".{target.name}.lock") as locked:
-            if once and whole(target):
+            if once and is_usable(target):
                 return
             prefix = f".{target.name}.tmp-{os.uname().nodename}-"
             if once and is_dataset(target):
                 os.rename(target, target.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
             if os.path.lexists(target):
-                raise InputError(f"output folder {target} exists already; give another --out, or remove it")
+                raise InputError(f"output folder {target} exists already; use another --out, or remove it")
             if locked:  # then other temporary folders of this node belong to makers that died
                 pattern = re.compile(re.escape(prefix) + r"\d+-[0-9a-f]{8}")
                 for path in list(leftovers(target.parent, pattern, is_dataset)):
@@ -98,12 +98,12 @@ def os_errors(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error).splitlines()[0]
-        reason = _MENDS.get(error.errno or 0, f"{reason} ({error.filename})" if error.filename else reason)
+        reason = _FIXES.get(error.errno or 0, f"{reason} ({error.filename})" if error.filename else reason)
         raise InputError(f"{what}: {reason}") from error
 
 
 @contextmanager
-def needing(what: str, package: str, extra: str = "data") -> Iterator[None]:
+def require_package(what: str, package: str, extra: str = "data") -> Iterator[None]:
     """Turn an ImportError raised in the `with` block into an InputError that says what to install.
 
     Args:
@@ -117,14 +117,14 @@ def needing(what: str, package: str, extra: str = "data") -> Iterator[None]:
         raise InputError(f'{what} the package {package}; pip install "mpitrain[{extra}]"') from None
 
 
-_MENDS = {
+_FIXES = {
     errno.ENOSPC: "the disk is full; free some space, or use another place",
     errno.EDQUOT: "the disk quota is used up; free some space, or use another place",
-    errno.EFBIG: "a file grew over the allowed size (ulimit -f); use a smaller --shard-mb",
+    errno.EFBIG: "a file would exceed the size limit (ulimit -f); use a smaller --shard-mb",
     errno.EACCES: "no permission; ask its owner for access, or use another place",
     errno.EPERM: "no permission; ask its owner for access, or use another place",
-    errno.EEXIST: "a file lies where a folder is needed; use another place",
-    errno.ENOTDIR: "a file lies where a folder is needed; use another place",
+    errno.EEXIST: "a file exists where a folder is needed; use another place",
+    errno.ENOTDIR: "a file exists where a folder is needed; use another place",
     errno.EROFS: "the file system is read-only; use another place",
 }
 
@@ -136,7 +136,7 @@ def _rename(temporary: Path, target: Path, once: bool) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not is_dataset(target):
             raise
         if not once:
-            raise InputError(f"output folder {target} was made by another process meanwhile; use that one") from None
+            raise InputError(f"output folder {target} was made by another process in the meantime; use it") from None
 
 
 DIGITS = "digits"
@@ -156,7 +156,7 @@ def resolve(data_path: str, root: Path = Path("data")) -> Path:
     Raises:
         InputError: There is no data set, or the embedded one cannot be made.
     """
-    embedded = {"": ("python-source", _python_source, 0.05), DIGITS: (DIGITS, _digits, 0.1)}
+    embedded = {"": ("python-source", _python_source, 0.05), DIGITS: (DIGITS, _digits_source, 0.1)}
     if data_path not in embedded:
         read_manifest(Path(data_path))
         return Path(data_path)
@@ -185,7 +185,7 @@ def _python_source() -> tuple[Source, str]:
     library = Path(sysconfig.get_paths()["stdlib"])
     files = python_files(library)
     if not files:
-        raise InputError(f"Python's standard library has no source in {library}; give data.path")
+        raise InputError(f"Python's standard library has no source files in {library}; set data.path to other data")
     return text_source(files, PrepareOptions()), f"Python {sys.version.split()[0]} standard library"
 
 
@@ -198,11 +198,11 @@ def python_files(library: Path) -> list[Path]:
     return sorted(path for path in paths if path.is_file())
 
 
-def _digits() -> tuple[Source, str]:
+def _digits_source() -> tuple[Source, str]:
     from mpitrain.data.format import FieldSpec
     from mpitrain.data.sources import Source, partition
 
-    with needing("data.path digits needs", "scikit-learn", "digits"):
+    with require_package("data.path digits needs", "scikit-learn", "digits"):
         from sklearn.datasets import load_digits
     digits = load_digits()
     x = (digits.images / 16.0).astype(np.float32)[:, None]  # grey values are 0 to 16
@@ -213,7 +213,7 @@ def _digits() -> tuple[Source, str]:
     return source, "scikit-learn's bundled digits (UCI optical recognition of handwritten digits)"
 
 
-_LEFT = 64 << 20  # bytes to leave free
+_SPARE_BYTES = 64 << 20  # bytes to leave free
 _PAUSE = 0.1  # seconds
 
 
@@ -238,8 +238,12 @@ def stage(source: Path, stage: Path) -> None:
         InputError: There is not enough space, the folder is not writable, or shards are damaged.
     """
     manifest = read_manifest(source)
-    target, fill, whole = staged_folder(source, stage), partial(_copy, source, manifest), partial(_is_whole, manifest)
-    make_dataset(target, fill, once=True, whole=whole)
+    target, fill, is_usable = (
+        staged_folder(source, stage),
+        partial(_copy, source, manifest),
+        partial(_is_whole, manifest),
+    )
+    make_dataset(target, fill, once=True, is_usable=is_usable)
 
 
 def stage_on_nodes(world: Communicator, path: str, stage_path: Path) -> None:
@@ -289,11 +293,11 @@ def _is_whole(manifest: DatasetManifest, folder: Path) -> bool:
 
 
 def _copy(source: Path, manifest: DatasetManifest, into: Path) -> None:
-    needed, free = sum(shard.bytes for shard in manifest.shards) + _LEFT, free_bytes(into)
+    needed, free = sum(shard.bytes for shard in manifest.shards) + _SPARE_BYTES, free_bytes(into)
     if free < needed:
         raise InputError(
-            f"data.stage {into.parent} has {free / 1e9:.1f} GB free and the data set needs {needed / 1e9:.1f} GB; make "
-            "room, give another folder, or leave data.stage empty to read the shared one"
+            f"data.stage {into.parent} has {free / 1e9:.1f} GB free, but the data set needs {needed / 1e9:.1f} GB; "
+            "free some space, use another folder, or leave data.stage empty to read the data set in place"
         )
     for name in [shard.file for shard in manifest.shards] + [TOKENIZER] * (source / TOKENIZER).exists():
         sync(Path(shutil.copyfile(source / name, into / name)))

@@ -235,12 +235,14 @@ class DatasetManifest(_Part):
         if self.kind == "tokens" and any(field.shape for field in self.fields):
             raise ValueError("a token is one number")
         if self.document_end is not None and self.document_end >= (self.vocabulary or 0):
-            raise ValueError(f"document_end {self.document_end} is beyond the vocabulary")
+            raise ValueError(f"document_end {self.document_end} is outside the vocabulary")
         for name, split in self.splits.items():
             if split.rows != sum(shard.rows for shard in split.shards):
-                raise ValueError(f"split {name} has {split.rows} rows, its shards have others")
+                raise ValueError(f"split {name} has {split.rows} rows, but its shards have another number")
             if self.pack and split.rows % (self.pack + 1):
-                raise ValueError(f"split {name} has {split.rows} rows, which are no samples of {self.pack + 1}")
+                raise ValueError(
+                    f"split {name} has {split.rows} rows, not a multiple of the {self.pack + 1} of a sample"
+                )
             for shard in split.shards:
                 nbytes = sum(
                     shard.rows * f.row_bytes + 4 * f.extents(shard.rows, self.extent_bytes) for f in self.fields
@@ -298,7 +300,7 @@ def read_manifest(folder: Path) -> DatasetManifest:
         text = read_plain(path, _LARGEST_MANIFEST)
     except NotADirectoryError:
         raise InputError(
-            f"data set {folder} is a file, not a data set folder; make one of it with `{_PREPARE} {folder} --out DIR`"
+            f"data set {folder} is a file, not a data set folder; make one from it with `{_PREPARE} {folder} --out DIR`"
         ) from None
     except FileNotFoundError:
         if not folder.exists():
@@ -326,7 +328,7 @@ def _parse(text: bytes, folder: Path) -> DatasetManifest:
         raise InputError(f"data set {folder}: {MANIFEST} is not a manifest of mpitrain; {again}")
     if content.get("version") != VERSION:
         raise InputError(
-            f"data set {folder} has format version {content.get('version')!r:.40}, this mpitrain reads {VERSION}; "
+            f"data set {folder} has format version {content.get('version')!r:.40}, but this mpitrain reads {VERSION}; "
             "prepare the data set again"
         )
     if content.pop("crc32", None) != zlib.crc32(_canonical(content)):

@@ -68,7 +68,7 @@ def check_data(config: Config, data: Dataset) -> None:
     if len(data) < config.train.batch:
         raise InputError(
             f"data set {' and '.join(data_paths(config))} has {len(data)} samples, fewer than train.batch "
-            f"{config.train.batch}; give more data or a smaller train.batch"
+            f"{config.train.batch}; use more data or a smaller train.batch"
         )
 
 
@@ -97,8 +97,8 @@ class Weights:
         self.period = sum(self.parts)
         if self.period > _LONGEST_PERIOD:
             raise InputError(
-                f"data.mix: weights in the ratio {' : '.join(map(str, self.parts))} repeat after {self.period:,} "
-                f"samples; write weights with fewer digits, so that it is at most {_LONGEST_PERIOD:,}"
+                f"data.mix: with weights in the ratio {' : '.join(map(str, self.parts))}, the order repeats only after "
+                f"{self.period:,} samples; use weights with fewer digits, for at most {_LONGEST_PERIOD:,}"
             )
 
     @cached_property
@@ -188,10 +188,10 @@ class MixedDataset(Dataset):
         return dict(zip(self._names, self._counts(chosen), strict=True))
 
     def _counts(self, chosen: int) -> list[int]:
-        return _shared_out(chosen, self._weights.parts, [len(part) for part in self._parts])
+        return _divide_by_weight(chosen, self._weights.parts, [len(part) for part in self._parts])
 
     def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        self._sorted(ids)
+        self._sort(ids)
         facts = self.description
         x = np.empty((len(ids), *facts.x_shape), facts.x_dtype)
         y = np.empty((len(ids), *facts.y_shape), facts.y_dtype)
@@ -232,27 +232,27 @@ def open_mix(
     """
     folders = {path: find(path) for path in mix}
     manifests = {path: read_manifest(folder) for path, folder in folders.items()}
-    _check_alike(folders, manifests, apart)
+    _check_same_meaning(folders, manifests, apart)
     there = [path for path in mix if split == TRAIN or split in manifests[path].splits]
     if not there:
         return None
     parts = [open_dataset(folders[path], split, sequence=sequence, apart=apart) for path in there]
     for path, part in zip(there, parts, strict=True):
-        one, other = _form(parts[0].description), _form(part.description)
+        one, other = _describe_form(parts[0].description), _describe_form(part.description)
         if one != other:
             raise InputError(
-                f"data.mix: samples of {folders[there[0]]} and {folders[path]} have different forms ({one} and "
-                f"{other}); mix data sets of the same form"
+                f"data.mix: samples of {folders[there[0]]} and {folders[path]} have different shapes, types or classes "
+                f"({one}; {other}); use data sets in which these are equal"
             )
     return MixedDataset(parts, Weights([mix[path] for path in there]), there)
 
 
-def _form(facts: Description) -> str:
+def _describe_form(facts: Description) -> str:
     classes = "" if facts.classes is None else f", {len(facts.classes)} classes"
     return f"{facts.kind} {list(facts.x_shape)} {facts.x_dtype}, {list(facts.y_shape)} {facts.y_dtype}{classes}"
 
 
-def _check_alike(folders: Mapping[str, Path], manifests: Mapping[str, DatasetManifest], apart: bool) -> None:
+def _check_same_meaning(folders: Mapping[str, Path], manifests: Mapping[str, DatasetManifest], separate: bool) -> None:
     """Raise InputError unless tokens and classes have the same meaning in all data sets."""
     (first, one), *others = manifests.items()
     for path, other in others:
@@ -260,8 +260,8 @@ def _check_alike(folders: Mapping[str, Path], manifests: Mapping[str, DatasetMan
         if one.tokenizer_crc32 != other.tokenizer_crc32:
             raise InputError(f"data.mix: {pair} have different tokenizers; prepare them with the same --tokenizer")
         if one.classes is not None and other.classes is not None and one.classes != other.classes:
-            raise InputError(f"data.mix: {pair} have different classes; prepare them with the same ones")
-        if apart and one.document_end != other.document_end:
+            raise InputError(f"data.mix: {pair} have different classes; prepare them with the same classes")
+        if separate and one.document_end != other.document_end:
             raise InputError(
                 f"data.mix: documents of {pair} end with different tokens ({one.document_end} and "
                 f"{other.document_end}); prepare them with the same --end-token, or set data.documents joined"
@@ -282,7 +282,7 @@ def _mixed_description(parts: Sequence[Description], weights: Weights) -> Descri
     )
 
 
-def _shared_out(chosen: int, weights: Sequence[int], most: Sequence[int]) -> list[int]:
+def _divide_by_weight(chosen: int, weights: Sequence[int], most: Sequence[int]) -> list[int]:
     """Divide `chosen` by weight into parts that do not exceed `most`; a shortfall is divided over the other parts."""
     counts = [0] * len(weights)
     while (left := chosen - sum(counts)) > 0:

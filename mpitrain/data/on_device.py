@@ -64,7 +64,7 @@ def on_device(batches: Iterable[T], to: torch.device, ahead: int = 2) -> Iterato
                 end = error
                 break
             with stream:
-                there = mapped(lambda t: t.to(to, non_blocking=True), host)
+                there = map_tensors(lambda t: t.to(to, non_blocking=True), host)
             copied = device.record_event(to, stream)
             coming.append((there, copied))
             copying.append((host, copied))
@@ -75,7 +75,7 @@ def on_device(batches: Iterable[T], to: torch.device, ahead: int = 2) -> Iterato
             raise end
         batch, copied = coming.popleft()
         device.current_stream(to).wait_event(copied)
-        mapped(_used, batch)
+        map_tensors(_record_use, batch)
         while copying and copying[0][1].query():
             copying.popleft()
         yield batch
@@ -95,20 +95,20 @@ def pin(batch: T, to: torch.device) -> T:
         return batch
     device.use(to)  # otherwise a new thread uses device 0 and allocates memory there
 
-    def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    def pin_tensor(tensor: torch.Tensor) -> torch.Tensor:
         if device.is_accelerator(tensor.device) or tensor.is_pinned():
             return tensor
         return device.empty_pinned(tensor.shape, tensor.dtype, to).copy_(tensor)
 
-    return mapped(pinned, batch)
+    return map_tensors(pin_tensor, batch)
 
 
-def _used(tensor: torch.Tensor) -> torch.Tensor:
+def _record_use(tensor: torch.Tensor) -> torch.Tensor:
     tensor.record_stream(device.current_stream(tensor.device))  # torch's annotation names the older stream class
     return tensor
 
 
-def mapped(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
     """Return a batch with a function applied to every tensor in it, in tuples, lists, mappings and dataclasses.
 
     Args:
@@ -118,12 +118,12 @@ def mapped(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
-        return {key: mapped(change, each) for key, each in batch.items()}
+        return {key: map_tensors(change, each) for key, each in batch.items()}
     if isinstance(batch, (tuple, list)):
-        parts = (mapped(change, each) for each in batch)
+        parts = (map_tensors(change, each) for each in batch)
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        values = {f.name: mapped(change, getattr(batch, f.name)) for f in dataclasses.fields(batch)}
+        values = {f.name: map_tensors(change, getattr(batch, f.name)) for f in dataclasses.fields(batch)}
         return dataclasses.replace(batch, **values)
     return batch
 
@@ -152,12 +152,12 @@ class Augment:
             return
         if data.kind != "arrays" or not is_image(data.x_shape) or data.x_dtype != np.float32:
             shape = "tokens" if data.kind == "tokens" else f"{data.x_dtype} of shape {tuple(data.x_shape)}"
-            raise InputError(f"data.augment is for images, and the data are {shape}; leave it out")
+            raise InputError(f"data.augment is for images, but the data are {shape}; remove it")
         sides = data.x_shape[:2] if channels_last(data.x_shape) else data.x_shape[-2:]
         if "crop" in self.names and self.padding >= min(sides):
             raise InputError(
-                f"data.augment_padding {self.padding} moves images of {sides[0]}x{sides[1]} out of sight; set it to "
-                f"less than {min(sides)}"
+                f"data.augment_padding {self.padding} moves images of {sides[0]}x{sides[1]} out of view; set it "
+                f"to less than {min(sides)}"
             )
 
     def __call__(self, x: torch.Tensor, ids: Ids, epochs: Ids) -> torch.Tensor:
@@ -177,14 +177,14 @@ class Augment:
         images, moved = (  # [n, channels, height, width]
             (t.movedim(-1, 1) if last else t.reshape(len(x), -1, *x.shape[-2:])).numpy() for t in (x, out)
         )
-        for image, into, down, right, mirrored in zip(images, moved, *self._drawn(ids, epochs), strict=True):
+        for image, into, down, right, mirrored in zip(images, moved, *self._draw(ids, epochs), strict=True):
             rows, from_rows = _overlap(down, image.shape[1])
             columns, from_columns = _overlap(right, image.shape[2])
             shown = into[..., ::-1] if mirrored else into
             shown[:, rows, columns] = image[:, from_rows, from_columns]
         return out
 
-    def _drawn(self, ids: Ids, epochs: Ids) -> tuple[list[int], list[int], list[bool]]:
+    def _draw(self, ids: Ids, epochs: Ids) -> tuple[list[int], list[int], list[bool]]:
         """Draw the random numbers of each sample.
 
         Returns:

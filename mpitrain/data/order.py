@@ -88,10 +88,10 @@ class SampleOrder(Ordering):
         ids = np.empty(len(positions), np.int64)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            ids[here] = self._permuted(epoch, (positions[here] - epoch * self.samples).astype(np.uint64))
+            ids[here] = self._permute(epoch, (positions[here] - epoch * self.samples).astype(np.uint64))
         return ids
 
-    def _permuted(self, epoch: int, index: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    def _permute(self, epoch: int, index: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         key = mix64(mix64(np.array([self.seed], np.uint64) + _GOLDEN) + np.array([epoch], np.uint64))
         keys = mix64(key + _GOLDEN * np.arange(1, ROUNDS + 1, dtype=np.uint64))
         radix = np.uint64(math.isqrt(self.samples - 1) + 1)  # the smallest with radix * radix >= samples

@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.data.folders import make_dataset, needing, os_errors
+from mpitrain.data.folders import make_dataset, os_errors, require_package
 from mpitrain.data.format import DatasetManifest, read_manifest
 from mpitrain.data.sources import PrepareOptions, Source, TextFields, arrays, documents, images, table, tokens
-from mpitrain.data.sources.encoder import BYTES, ENDS, without_surrogates
+from mpitrain.data.sources.encoder import BYTES, ENDS, replace_surrogates
 from mpitrain.data.sources.table_files import is_table
 from mpitrain.data.writer import Progress, write_dataset
 from mpitrain.errors import InputError
@@ -27,7 +27,7 @@ from mpitrain.storage.disk import write_whole
 
 _TEXT = "text"
 _OTHERS = 0.1  # largest fraction of a folder's files that may be of other kinds, and are skipped
-_KNOWN = "text, JSON lines, .npy/.npz, images, archives of images, IDX (MNIST), .csv, .parquet and .bin of tokens"
+_KNOWN = "text, JSON lines, .npy/.npz, images, archives of images, IDX (MNIST), .csv, .parquet or .bin of tokens"
 _LARGEST_ROW = 1 << 30  # bytes of a sample, which must fit into memory several times
 
 
@@ -97,13 +97,13 @@ def prepare(
     if not 0 <= held_out <= 0.5:
         raise InputError(f"--held-out {held_out:g} is not a fraction from 0 to 0.5")
     if os.path.lexists(out):
-        raise InputError(f"output folder {out} exists already; give another --out, or remove it")
+        raise InputError(f"output folder {out} exists already; use another --out, or remove it")
     options = options or PrepareOptions()
     named = options.text_fields
     if options.prompt is None and options.completion is not None:
-        raise InputError("--completion is the answer to --prompt; name the field of the prompt too")
+        raise InputError("--completion is the answer to --prompt; set --prompt to the field of the prompt")
     if options.prompt is not None and options.text is not None:
-        raise InputError("--text names the whole text and --prompt a part of it; give one of the two")
+        raise InputError("--text names the whole text and --prompt a part of it; use only one of them")
     # documents with fields that the user names come before any other kind of table
     before = [_documents(named)] if named != TextFields() else []
     source = recognise(sources, options, (*more, *before, *KINDS))
@@ -126,19 +126,19 @@ def recognise(sources: Sequence[str], options: PrepareOptions, among: Sequence[K
     Raises:
         InputError: The sources are of several kinds or of none, or an option is for another kind.
     """
-    kind, files, skipped = _sorted_out(sources, among)
+    kind, files, skipped = _classify_sources(sources, among)
     for option in (each.name for each in fields(options) if getattr(options, each.name) != each.default):
         if not kind.takes(option):
             owners = " and ".join(other.name for other in among if other.takes(option))
             flag = option.replace("_", "-")
-            raise InputError(f"--{flag} is for {owners}, these sources are {kind.name}; leave it out")
+            raise InputError(f"--{flag} is for {owners}, but these sources are {kind.name}; remove it")
     source = kind.source(files, options)
     row_bytes = sum(field.row_bytes for field in source.fields)
     if row_bytes > _LARGEST_ROW:
         shapes = " and ".join(str(list(field.shape)) for field in source.fields)
         raise InputError(
-            f"source {files[0].path}: samples of {shapes:.200} ({row_bytes:,} bytes) are too large; give "
-            f"some of at most {_LARGEST_ROW >> 30} GiB"
+            f"source {files[0].path}: samples of {shapes:.200} ({row_bytes:,} bytes) are too large; use "
+            f"samples of at most {_LARGEST_ROW >> 30} GiB"
         )
     if not skipped:
         return source
@@ -146,37 +146,37 @@ def recognise(sources: Sequence[str], options: PrepareOptions, among: Sequence[K
     return replace(source, notes=(*source.notes, note))
 
 
-def _sorted_out(sources: Sequence[str], among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
+def _classify_sources(sources: Sequence[str], among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
     """Return the one kind of all sources, their files of that kind, and the files of other kinds in their folders."""
     files_of_kind: dict[Kind, list[Found]] = defaultdict(list)
     skipped: list[Path] = []
     for name in sources:
-        kind, files, other_files = _look(Path(name), among)
+        kind, files, other_files = _classify(Path(name), among)
         files_of_kind[kind] += files
         skipped += other_files
     if len(files_of_kind) > 1:
         listed = " and ".join(f"{kind.name} ({files[0].path})" for kind, files in files_of_kind.items())
-        raise InputError(f"sources of different kinds: {listed}; prepare each kind into a folder of its own")
+        raise InputError(f"the sources are of different kinds: {listed}; prepare each kind separately")
     ((kind, files),) = files_of_kind.items()
     return kind, files, skipped
 
 
-def _look(path: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
+def _classify(path: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
     """Return the kind of one source, its files of that kind in a fixed order, and its other files."""
     with os_errors(f"source {path} cannot be read"):
         if not os.path.lexists(path):
-            raise InputError(f"source {path} does not exist; give an existing file or folder")
+            raise InputError(f"source {path} does not exist; use an existing file or folder")
         if path.is_dir():
-            return _look_into(path, among)
+            return _classify_folder(path, among)
         if path.stat().st_size == 0:
-            raise InputError(f"source {path} is empty; give a file with data")
+            raise InputError(f"source {path} is empty; use a file with data")
         kind = _kind_of(path, among)
     if kind is None:
-        raise InputError(f"source {path} is of no kind that prepare reads: {_KNOWN}; convert it to one of these")
+        raise InputError(f"source {path} is of no kind that prepare can read; convert it to {_KNOWN}")
     return kind, [Found(path, path.parent)], []
 
 
-def _look_into(folder: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
+def _classify_folder(folder: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
     by_kind: dict[Kind, list[Path]] = defaultdict(list)
     unknown: list[Path] = []
     for path in files_below(folder):
@@ -184,8 +184,8 @@ def _look_into(folder: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], 
             kind = _kind_of(path, among)
             (unknown if kind is None else by_kind[kind]).append(path)
     if not by_kind:
-        reason = f"only files of kinds that prepare does not read, such as {unknown[0].name}" if unknown else "no data"
-        raise InputError(f"source {folder} holds {reason}; give {_KNOWN}")
+        content = f"only files that prepare cannot read, such as {unknown[0].name}" if unknown else "no data"
+        raise InputError(f"source {folder} contains {content}; use {_KNOWN}")
     most = max(by_kind, key=lambda kind: len(by_kind[kind]))
     paths = by_kind.pop(most)
     others = [path for some in by_kind.values() for path in some]
@@ -267,19 +267,19 @@ def train_tokenizer(sources: Sequence[str], out: Path, vocabulary: int, options:
     Raises:
         InputError: The sources contain no text, the file exists, or the vocabulary is too small.
     """
-    with needing("a tokenizer needs", "tokenizers"):
+    with require_package("a tokenizer needs", "tokenizers"):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     if vocabulary <= BYTES:
         raise InputError(
-            f"--vocabulary {vocabulary} has no room for {BYTES} bytes and {ENDS[0]}; give {BYTES + 1} or more"
+            f"--vocabulary {vocabulary} is too small for the {BYTES} bytes and {ENDS[0]}; use {BYTES + 1} or more"
         )
     if os.path.lexists(out):
-        raise InputError(f"output file {out} exists already; give another --out, or remove it")
+        raise InputError(f"output file {out} exists already; use another --out, or remove it")
     options = options or PrepareOptions()
     with_fields = _documents(options.text_fields)
-    kind, files, _ = _sorted_out(sources, (with_fields, *KINDS))
+    kind, files, _ = _classify_sources(sources, (with_fields, *KINDS))
     if kind is not with_fields and kind.name != _TEXT:
-        raise InputError(f"source {files[0].path} is of the kind {kind.name}; give text, JSON lines or parquet of text")
+        raise InputError(f"source {files[0].path} is of the kind {kind.name}; use text, JSON lines or parquet of text")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -306,7 +306,7 @@ def _texts(
         for path in paths:
             if with_fields:
                 for texts in documents.documents_of(path, options.text_fields, encoding):
-                    yield from map(without_surrogates, texts)
+                    yield from map(replace_surrogates, texts)
             else:
                 yield from documents.text_pieces(path, encoding)
     except BaseException as error:

@@ -272,7 +272,7 @@ class OpenShard:
                     rows = _data_set(file, field.name, (spec.rows, *field.shape), field.stored, spec.bytes)
                     table = _data_set(file, f"crc32/{field.name}", (-(-spec.rows // size),), _TABLE, spec.bytes)
                     if rows is None or table is None:
-                        raise self._error(f"field {field.name} has another form than the manifest says")
+                        raise self._error(f"field {field.name} has another shape or dtype than the manifest says")
                     offsets.append(rows.id.get_offset())
                     tables.append(table[...].astype(_TABLE))
         except (OSError, KeyError, RuntimeError, ValueError, TypeError) as error:

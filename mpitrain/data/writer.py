@@ -101,13 +101,13 @@ def _check_splits(splits: dict[str, SplitSpec], held_out: float, kind: str, name
     label = " ".join(names)
     rows = sum(split.rows for split in splits.values())
     if not rows:
-        raise InputError(f"source {label} holds no data; give one that does")
+        raise InputError(f"source {label} contains no data; use another source")
     if TRAIN not in splits:
-        raise InputError(f"source {label} is too small: all of it is held out; give more data")
+        raise InputError(f"source {label} is too small: all of it is held out; use more data")
     if held_out and HELD_OUT not in splits:
         raise InputError(
             f"source {label} has too few {'tokens' if kind == 'tokens' else 'rows'} ({rows}) to hold out {held_out:g} "
-            "of them; give more data, a larger --held-out, or --held-out 0"
+            "of them; use more data, a larger --held-out, or --held-out 0"
         )
 
 
@@ -187,8 +187,8 @@ class _Tally:
             low, high = int(classes.min()), int(classes.max())
             if low < 0 or high >= MOST_CLASSES:
                 raise InputError(
-                    f"source: y holds the class {low if low < 0 else high}; classes are numbered from 0 to at most "
-                    f"{MOST_CLASSES - 1}; renumber them, or give numbers to predict as floating point"
+                    f"source: y contains the class {low if low < 0 else high}, but classes are numbered from 0 to at "
+                    f"most {MOST_CLASSES - 1}; renumber them, or save y as floating point to predict numbers"
                 )
             before = self._counts.get(split, np.zeros(0, np.int64))
             now = np.bincount(classes, minlength=len(before))
@@ -196,7 +196,7 @@ class _Tally:
             self._counts[split] = now
         if self._has_codes:
             if int(columns[0].min()) < 0:
-                raise InputError("source: x holds negative integers, which cannot be codes; give x as floating point")
+                raise InputError("source: x has negative integers, which cannot be codes; save x as floating point")
             self._largest_code = max(self._largest_code, int(columns[0].max()))
 
     def vocabulary(self) -> int | None:

@@ -57,11 +57,11 @@ class Job:
         """This rank's number along the data axis."""
         return 0 if self.mesh is None else self.mesh.readers.rank
 
-    def decided(self, make: Callable[[], Any]) -> Any:
+    def on_root(self, make: Callable[[], Any]) -> Any:
         """Call a function on the first rank, and return its result, a JSON value, on all ranks. Collective."""
         return make() if self.mesh is None else self.mesh.world.on_root(make)
 
-    def agreed(self, make: Callable[[], T]) -> T:
+    def run_agreed(self, make: Callable[[], T]) -> T:
         """Call a function on each rank, and return this rank's result. Collective.
 
         An error on one rank is raised on all ranks.
@@ -72,7 +72,7 @@ class Job:
 
         return agree_on_errors(self.mesh.world, make)
 
-    def first_whole(self, path: Path, load: Callable[[Path], T], *, best: bool) -> T:
+    def first_complete(self, path: Path, load: Callable[[Path], T], *, best: bool) -> T:
         """Load the newest whole checkpoint of a run. Collective.
 
         Args:
@@ -85,23 +85,23 @@ class Job:
         """
         from mpitrain.loading import candidates, first_complete
 
-        folders = self.decided(lambda: [str(folder) for folder in candidates(path, best=best)])
-        return first_complete([Path(folder) for folder in folders], load, self.say)
+        folders = self.on_root(lambda: [str(folder) for folder in candidates(path, best=best)])
+        return first_complete([Path(folder) for folder in folders], load, self.print_message)
 
-    def gathered(self, items: list[Any]) -> list[Any]:
+    def gather(self, items: list[Any]) -> list[Any]:
         """Return the items of all ranks along the data axis, on the first of them. Collective."""
         if self.mesh is None:
             return items
         return [item for of_rank in self.mesh.readers.gather_objects(items) for item in of_rank]
 
-    def rows(self, own: Array) -> Array:
+    def gather_rows(self, local_rows: Array) -> Array:
         """Concatenate the rows of all ranks along the data axis, in rank order. Collective."""
         if self.mesh is None:
-            return own
-        counts = self.mesh.readers.all_gather_object(len(own))
-        everything = np.empty((sum(counts), own.shape[1]), own.dtype)
-        sizes = [count * own.shape[1] for count in counts]
-        self.mesh.readers.all_gather(everything.reshape(-1), np.ascontiguousarray(own).reshape(-1), counts=sizes)
+            return local_rows
+        counts = self.mesh.readers.all_gather_object(len(local_rows))
+        everything = np.empty((sum(counts), local_rows.shape[1]), local_rows.dtype)
+        sizes = [count * local_rows.shape[1] for count in counts]
+        self.mesh.readers.all_gather(everything.reshape(-1), np.ascontiguousarray(local_rows).reshape(-1), counts=sizes)
         return everything
 
     def device(self, kind: str) -> torch.device:
@@ -118,7 +118,7 @@ class Job:
 
         return choose_device(kind, self.mesh.world)[0]
 
-    def say(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         """Print a message to standard error, on the first rank only."""
         if self.first:
             print(f"mpitrain: {printable(text, None)}", file=sys.stderr, flush=True)
@@ -128,15 +128,15 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of every command on a trained model."""
     add = parser.add_argument
     add("--version", action="version", version=VERSION)
-    add("run", type=Path, metavar="RUN", help="a run folder (its newest whole checkpoint), or a checkpoint")
-    add("--best", action="store_true", help="the checkpoint that checkpoint.best keeps [the newest]")
+    add("run", type=Path, metavar="RUN", help="run folder (its newest complete checkpoint), or a checkpoint")
+    add("--best", action="store_true", help="use the checkpoint kept by checkpoint.best [the newest]")
     add_trust(parser)
-    add("--run.device", dest="device", default="auto", metavar="KIND", help="what to compute on [auto]")
+    add("--run.device", dest="device", default="auto", metavar="KIND", help="device to compute on [auto]")
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
     """Declare --trust, for every command that builds the model of a run."""
-    parser.add_argument("--trust", action="store_true", help="run code that lies in the run's folder, as the run asks")
+    parser.add_argument("--trust", action="store_true", help="allow the run to execute code from its own folder")
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -173,9 +173,9 @@ def run_as_job(act: Callable[[Job], int], *, pipeline: int = 1, tensor: int = 1)
 def require_new(path: Path) -> None:
     """Raise InputError if a new file cannot be created at this path."""
     if os.path.lexists(path):
-        raise InputError(f"--out {path} exists already; give another name, or remove it")
+        raise InputError(f"--out {path} exists already; use another name, or remove it")
     if not path.parent.is_dir():
-        raise InputError(f"--out {path}: there is no folder {path.parent}; make it, or give another name")
+        raise InputError(f"--out {path}: there is no folder {path.parent}; make it, or use another name")
 
 
 @contextmanager
@@ -186,7 +186,7 @@ def whole_file(path: Path) -> Iterator[Path]:
         InputError: The file exists already, its folder does not exist, or it cannot be written.
     """
     require_new(path)
-    with reporting(f"--out {path} cannot be written", "make room, or give another name"), replacing(path) as aside:
+    with reporting(f"--out {path} cannot be written", "free some space, or use another name"), replacing(path) as aside:
         yield aside
         require_new(path)
 

@@ -66,15 +66,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise refusal(f"--temperature {self.temperature:g}: give 0 for the likeliest token, or a number above it")
+            raise refusal(f"--temperature {self.temperature:g}: use 0 for the likeliest token, or a larger number")
         if self.top_k < 0:
-            raise refusal(f"--top-k {self.top_k}: give how many tokens are drawn from, or 0 for all")
+            raise refusal(f"--top-k {self.top_k}: use the number of tokens to draw from, or 0 for all")
         if not 0 < self.top_p <= 1:
-            raise refusal(f"--top-p {self.top_p:g}: give a probability above 0 and up to 1")
+            raise refusal(f"--top-p {self.top_p:g}: use a probability above 0 and up to 1")
         if not 0 <= self.min_p <= 1:
-            raise refusal(f"--min-p {self.min_p:g}: give a share of the likeliest token's probability, from 0 to 1")
+            raise refusal(f"--min-p {self.min_p:g}: use a fraction of the likeliest token's probability, from 0 to 1")
         if not (math.isfinite(self.repetition) and self.repetition > 0):
-            raise refusal(f"--repetition-penalty {self.repetition:g}: give 1 for none, or a number above it")
+            raise refusal(f"--repetition-penalty {self.repetition:g}: use 1 for none, or a larger number")
 
     def probabilities(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the probability with which each token is drawn.
@@ -101,7 +101,7 @@ class Sampling:
         remaining = torch.zeros_like(whole).scatter_(1, tokens, likely)
         return remaining / remaining.sum(1, keepdim=True)
 
-    def penalized(self, scores: torch.Tensor, texts: Sequence[Sequence[int]]) -> torch.Tensor:
+    def penalize(self, scores: torch.Tensor, texts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return the scores, lowered for tokens that a row's text already has.
 
         Args:
@@ -156,7 +156,7 @@ class Draws:
         return torch.stack(drawn) if drawn else torch.empty(0, dtype=torch.float64)
 
 
-class StopWatch(TextDecoder):
+class StopSearch(TextDecoder):
     """Decoder of one continuation that searches for stop strings.
 
     Args:
@@ -164,34 +164,34 @@ class StopWatch(TextDecoder):
         stops: Stop strings; if empty, all text is passed on at once.
 
     Attributes:
-        found: True once a stop string has been found.
+        stopped: True once a stop string has been found.
     """
 
     def __init__(self, decoder: TextDecoder, stops: Sequence[str] = ()) -> None:
         self._decoder, self._stops = decoder, stops
-        self._held = ""
-        self.found = False
+        self._withheld = ""
+        self.stopped = False
 
     def add(self, token: int) -> str:
         """Return the new text that certainly precedes any stop string."""
-        return self._passed(self._decoder.add(token))
+        return self._release(self._decoder.add(token))
 
     def finish(self) -> str:
         """Return the withheld text, unless a stop string was found."""
-        text = self._passed(self._decoder.finish())
-        return text if self.found else text + self._held
+        text = self._release(self._decoder.finish())
+        return text if self.stopped else text + self._withheld
 
-    def _passed(self, piece: str) -> str:
-        if self.found:
+    def _release(self, piece: str) -> str:
+        if self.stopped:
             return ""
-        text = self._held + piece
+        text = self._withheld + piece
         places = [at for at in map(text.find, self._stops) if at >= 0]
         if places:
-            self.found, self._held = True, ""
+            self.stopped, self._withheld = True, ""
             return text[: min(places)]
         begun = (n for stop in self._stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n]))
         certain = len(text) - max(begun, default=0)
-        self._held = text[certain:]
+        self._withheld = text[certain:]
         return text[:certain]
 
 
@@ -221,13 +221,13 @@ class Generation:
         model: Model that computes the scores.
         sampling: Rule for choosing the next token.
         count: Largest number of tokens to generate for each prompt.
-        watch: Function that creates the search for stop strings in one text; None for no search.
+        stop_search: Function that creates the search for stop strings in one text; None for no search.
     """
 
     model: LanguageModel
     sampling: Sampling
     count: int
-    watch: Callable[[], StopWatch] | None = None
+    stop_search: Callable[[], StopSearch] | None = None
 
     def run(
         self, prompts: Prompts, draws: Draws, numbers: Iterable[int] | None = None, each: Each | None = None
@@ -251,14 +251,19 @@ class Generation:
         return continuations
 
     def _run_batch(
-        self, numbers: Sequence[int], prompts: Prompts, made: list[Continuation], draws: Draws, each: Each | None
+        self,
+        numbers: Sequence[int],
+        prompts: Prompts,
+        continuations: list[Continuation],
+        draws: Draws,
+        each: Each | None,
     ) -> None:
         """Continue some prompts together. numbers: numbers of the prompts, sorted by length."""
         rows = [number for number in numbers if self.left(prompts[number]) > 0]
         if not rows:
             return
         length = len(prompts[rows[0]])
-        watches = {number: self.watch() for number in rows} if self.watch is not None else {}
+        searches = {number: self.stop_search() for number in rows} if self.stop_search is not None else {}
         self.model.decoder.begin()
         inputs = torch.tensor([list(prompts[number][:length]) for number in rows])
         while True:
@@ -270,13 +275,13 @@ class Generation:
                 if scores is not None:
                     free_scores = scores[free, : self.model.vocabulary].float().cpu()
                     if self.sampling.repetition != 1:
-                        texts = [[*prompts[rows[row]], *made[rows[row]].tokens] for row in free]
-                        free_scores = self.sampling.penalized(free_scores, texts)
+                        texts = [[*prompts[rows[row]], *continuations[rows[row]].tokens] for row in free]
+                        free_scores = self.sampling.penalize(free_scores, texts)
                     chosen = self.sampling.choose(free_scores, draws.next([rows[row] for row in free]))
-                next_tokens = iter(self.model.settle(chosen, len(free)).tolist())
+                next_tokens = iter(self.model.share_tokens(chosen, len(free)).tolist())
             following, staying = [], []
             for row, number in enumerate(rows):
-                prompt, text = prompts[number], made[number]
+                prompt, text = prompts[number], continuations[number]
                 if len(prompt) > length:
                     token = prompt[length]
                 else:
@@ -286,9 +291,9 @@ class Generation:
                         text.tokens.append(token)
                         if each is not None:
                             each(number, token)
-                        if number in watches:
-                            watches[number].add(token)
-                            text.ended = watches[number].found
+                        if number in searches:
+                            searches[number].add(token)
+                            text.ended = searches[number].stopped
                     if text.ended or len(text.tokens) == self.left(prompt):
                         continue
                 staying.append(row)

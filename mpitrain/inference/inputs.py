@@ -28,8 +28,8 @@ from mpitrain.data import Dataset, Description, open_dataset, read_manifest
 from mpitrain.data.format import HELD_OUT, TRAIN, ColumnSpec, is_dataset
 from mpitrain.data.prepare import files_below
 from mpitrain.data.sources.documents import TextFields
-from mpitrain.data.sources.images import BadImage, fitted, is_image, load_decoders
-from mpitrain.data.sources.table_files import cells_of_table, is_table, look, rows_of_table, width
+from mpitrain.data.sources.images import BadImage, is_image, load_decoders, read_image
+from mpitrain.data.sources.table_files import cells_of_table, is_table, open_table, rows_of_table, width
 from mpitrain.errors import InputError
 from mpitrain.inference.prompts import TextCodec, texts_of
 from mpitrain.models.losses import UNCOUNTED
@@ -44,20 +44,20 @@ class Samples(ABC):
         shape: Shape of one sample's x.
         dtype: Data type of x.
         names: Names of the samples in the output; None to use their numbers.
-        called: Description of samples that may be left out, for messages.
-        kept: Columns of a table that are copied to the output, by name, with a value for each sample.
+        left_out_kind: Description of samples that may be left out, for messages.
+        extra_columns: Columns of a table that are copied to the output, by name, with a value for each sample.
         left_out: Samples that this rank has left out so far: number and description of each.
     """
 
     names: Sequence[Any] | None = None
-    called = "samples"
+    left_out_kind = "samples"
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     _items: Any  # one item for each sample
 
     def __init__(self) -> None:
         self.left_out: list[tuple[int, str]] = []
-        self.kept: dict[str, Sequence[Any]] = {}
+        self.extra_columns: dict[str, Sequence[Any]] = {}
 
     def __len__(self) -> int:
         return len(self._items)
@@ -88,15 +88,15 @@ def open_samples(path: Path, description: Description, *, skip_bad: bool = False
         InputError: The samples cannot be read, or their shape or type differs from the training data.
     """
     if not path.exists():
-        raise InputError(f"{path} does not exist; give a data set's folder, or a file or folder of samples")
+        raise InputError(f"{path} does not exist; use a data set's folder, or a file or folder of samples")
     if keep and not (path.is_file() and is_table(path)):
-        raise InputError(f"--keep {','.join(keep)} is for columns of a table, and {path} is none; leave it out")
+        raise InputError(f"--keep {','.join(keep)} is for columns of a table, but {path} is not a table; remove it")
     if path.is_dir() and is_dataset(path):
         samples: Samples = _Prepared(path, description)
     elif description.kind == "tokens":
         raise InputError(
-            f"{path} is neither a data set of tokens, which the model takes, nor a file of texts; give .txt or .jsonl, "
-            "or make a data set with mpitrain.data prepare"
+            f"{path} is neither a data set of tokens nor a file of texts, but the model takes text; use .txt or "
+            ".jsonl, or make a data set with mpitrain.data prepare"
         )
     elif path.suffix.lower() in (".npy", ".npz"):
         samples = _Array(path)
@@ -105,11 +105,11 @@ def open_samples(path: Path, description: Description, *, skip_bad: bool = False
     elif images := [file for file in (files_below(path) if path.is_dir() else [path]) if is_image(file)]:
         samples = _Images(path, images, description.x_shape, skip_bad=skip_bad)
     else:
-        raise InputError(f"{path} holds no samples that predict reads; give a data set, .npy, .npz, a table or images")
+        raise InputError(f"{path} has no samples that predict can read; use a data set, .npy, .npz, table or images")
     if samples.shape != description.x_shape or samples.dtype != description.x_dtype:
         raise InputError(
-            f"{path} has samples of {samples.dtype} {list(samples.shape)}, and the model was trained on "
-            f"{description.x_dtype} {list(description.x_shape)}; give samples of that form"
+            f"{path} has samples of {samples.dtype} {list(samples.shape)}, but the model was trained on "
+            f"{description.x_dtype} {list(description.x_shape)}; use samples of that dtype and shape"
         )
     return samples
 
@@ -121,7 +121,7 @@ class _Prepared(Samples):
         super().__init__()
         manifest = read_manifest(path)
         if manifest.kind != description.kind:
-            raise InputError(f"{path} holds {manifest.kind}, and the model was trained on {description.kind}")
+            raise InputError(f"{path} has {manifest.kind}, but the model was trained on {description.kind}; use those")
         sequence = description.x_shape[0] if description.kind == "tokens" else None
         splits = [split for split in (TRAIN, HELD_OUT) if split in manifest.splits]
         self._parts: list[Dataset] = [open_dataset(path, split, sequence=sequence) for split in splits]
@@ -130,7 +130,8 @@ class _Prepared(Samples):
         known, vocabulary = description.vocabulary, first.vocabulary
         if known is not None and vocabulary is not None and vocabulary > known:
             raise InputError(
-                f"{path} has a vocabulary of {vocabulary}, the model was trained on {known}; prepare it alike"
+                f"{path} has a vocabulary of {vocabulary}, but the model was trained on {known}; use the same "
+                "tokenizer to prepare it"
             )
         self._bounds = [0, *accumulate(map(len, self._parts))]
 
@@ -158,12 +159,14 @@ class _Array(Samples):
                 names = loaded.files
                 name = "x" if "x" in names else names[0] if len(names) == 1 else ""
                 if not name:
-                    raise InputError(f"{path} holds {', '.join(names)}; call the array of samples x")
+                    raise InputError(f"{path} contains {', '.join(names)}; name the array of samples x")
                 loaded = loaded[name]
         except (OSError, ValueError, EOFError) as error:
-            raise InputError(f"{path} is no plain array ({str(error).splitlines()[0]:.200}); save it again") from None
+            raise InputError(
+                f"{path} is not a plain array ({str(error).splitlines()[0]:.200}); save it again"
+            ) from None
         if loaded.ndim == 0 or loaded.dtype.kind not in "biuf":
-            raise InputError(f"{path} is {loaded.dtype} {list(loaded.shape)}; give numbers, a row for each sample")
+            raise InputError(f"{path} is {loaded.dtype} {list(loaded.shape)}; use numbers, one row per sample")
         self._items, self.shape = loaded, loaded.shape[1:]
         self.dtype = np.dtype(np.int64 if loaded.dtype.kind in "iu" and loaded.dtype != np.uint8 else np.float32)
 
@@ -183,23 +186,23 @@ class _Rows(Samples):
         keep: Columns to copy to the output.
     """
 
-    called = "rows that do not fit"
+    left_out_kind = "rows that do not fit"
 
     def __init__(self, path: Path, description: Description, *, skip_bad: bool, keep: Sequence[str]) -> None:
         super().__init__()
         specs = description.columns
         if specs is None:
-            table = look(path, least=1)
+            table = open_table(path, least=1)
             names = [table.name(i) for i in range(table.columns)]
             if table.columns == math.prod(description.x_shape) + 1:
                 names.pop(next((i for i, name in enumerate(names) if name.lower() == "label"), -1))
             specs = tuple(ColumnSpec(name=name) for name in names)
-        unfit = (lambda row, told: self.left_out.append((row, told))) if skip_bad else None
+        unfit = (lambda row, problem: self.left_out.append((row, problem))) if skip_bad else None
         self._items = np.concatenate([np.empty((0, width(specs)), np.float32), *rows_of_table(path, specs, unfit)])
         if skip_bad:
             without = {row for row, _ in self.left_out}
             self.names = [row for row in range(len(self._items) + len(without)) if row not in without]
-        self.kept.update(cells_of_table(path, keep, {row for row, _ in self.left_out}) if keep else {})
+        self.extra_columns.update(cells_of_table(path, keep, {row for row, _ in self.left_out}) if keep else {})
         self.shape, self.dtype = self._items.shape[1:], self._items.dtype
 
     def read(self, lo: int, hi: int) -> tuple[Array, Array, Array | None]:
@@ -209,14 +212,14 @@ class _Rows(Samples):
 class _Images(Samples):
     """Images, scaled and cropped as by `prepare --size`. skip_bad: if true, leave out unreadable images."""
 
-    called = "images that cannot be read"
+    left_out_kind = "images that cannot be read"
 
-    def __init__(self, path: Path, images: Sequence[Path], wanted: tuple[int, ...], *, skip_bad: bool) -> None:
+    def __init__(self, path: Path, images: Sequence[Path], shape: tuple[int, ...], *, skip_bad: bool) -> None:
         super().__init__()
         load_decoders()
-        if len(wanted) != 3 or wanted[0] != 3:
-            raise InputError(f"{path} holds images, and the model was trained on samples of {list(wanted)}; give such")
-        self.shape, self.dtype = wanted, np.dtype(np.float32)
+        if len(shape) != 3 or shape[0] != 3:
+            raise InputError(f"{path} has images, but the model was trained on samples of {list(shape)}; use those")
+        self.shape, self.dtype = shape, np.dtype(np.float32)
         self._items, self._skip_bad = images, skip_bad
         self.names = [str(image.relative_to(path)) if path.is_dir() else image.name for image in images]
 
@@ -224,7 +227,7 @@ class _Images(Samples):
         numbers, pixels = [], []
         for number, path in enumerate(self._items[lo:hi], lo):
             try:
-                image = fitted(path, f"image {path}", (self.shape[1], self.shape[2]), crop=True)
+                image = read_image(path, f"image {path}", (self.shape[1], self.shape[2]), crop=True)
             except BadImage:
                 if not self._skip_bad:
                     raise
@@ -261,20 +264,20 @@ class Texts(Samples):
             prompt_length = len(begin) + (len(tokens[0]) if len(tokens) > 1 else 0)
             whole = [*begin, *(token for some in tokens for token in some)]
             if len(whole) < 2 or len(whole) == prompt_length:
-                raise InputError(f"{path}, text {number} has no token to foretell; leave it out")
+                raise InputError(f"{path}, text {number} has no token to predict; remove it")
             if len(whole) > longest:
                 raise InputError(
-                    f"{path}, text {number} has {len(whole)} tokens, and a sample of this model {longest}; cut it, or "
-                    "make a data set with mpitrain.data prepare"
+                    f"{path}, text {number} has {len(whole)} tokens, but a sample of this model has {longest}; cut it, "
+                    "or make a data set with mpitrain.data prepare"
                 )
             if description.vocabulary is not None and max(whole) >= description.vocabulary:
                 raise InputError(
-                    f"{path}, text {number} has the token {max(whole)}, and the model knows {description.vocabulary}; "
-                    "give the run the tokenizer.json of its data"
+                    f"{path}, text {number} has the token {max(whole)}, but the model knows {description.vocabulary}; "
+                    "put the tokenizer.json of its data into the run folder"
                 )
             self._items.append((whole, max(1, prompt_length)))
         if not self._items:
-            raise InputError(f"{path} holds no text; write one a line")
+            raise InputError(f"{path} contains no text; write one per line")
 
     def read(self, lo: int, hi: int) -> tuple[Array, Array, Array | None]:
         x = np.zeros((hi - lo, *self.shape), self.dtype)

@@ -5,7 +5,7 @@
 Each rank reads its own part of the checkpoint. Prompts are divided over mesh.readers. A decoder computes the scores of
 the next token for a batch of texts that grow together. There is one decoder for each kind of model:
 
-    CachedBlocks       blocks with a cache (see `remembering`): each position is computed once
+    CachedBlocks       blocks with a cache (see `cached_forward`): each position is computed once
     RecomputedBlocks   any other model: the whole texts are computed each time
     Transformers       a model of the transformers library, with its own cache
 
@@ -102,10 +102,10 @@ class StateCache:
 
 
 Blocks = Sequence[tuple[str, nn.Module]]
-Through = Callable[[Any, Callable[[Any], Any]], Any]  # see `Decoder.through`
+RunModel = Callable[[Any, Callable[[Any], Any]], Any]  # see `Decoder.run_model`
 
 
-def alone(x: Any, stage: Callable[[Any], Any]) -> Any:
+def run_whole(x: Any, stage: Callable[[Any], Any]) -> Any:
     """Return the output of a model that is entirely on one rank.
 
     Args:
@@ -119,12 +119,12 @@ class Decoder(ABC):
     """Source of the scores of next tokens. Its methods are collective over the ranks that share the model.
 
     Args:
-        through: Function of (tokens, stage), where `stage` runs this rank's part of the model. It passes the tokens
+        run_model: Function of (tokens, stage), where `stage` runs this rank's part of the model. It passes the tokens
             through the whole model and returns the output, or None on ranks without the model's end.
     """
 
-    def __init__(self, through: Through = alone) -> None:
-        self.through = through
+    def __init__(self, run_model: RunModel = run_whole) -> None:
+        self.run_model = run_model
 
     @abstractmethod
     def begin(self) -> None:
@@ -152,25 +152,25 @@ class CachedBlocks(Decoder):
     Args:
         blocks: Named blocks of this rank, in order.
         last: Name of the model's last block that uses earlier positions. Blocks after it get only the last position.
-        through: Function that passes tokens through the whole model, as in `Decoder`.
+        run_model: Function that passes tokens through the whole model, as in `Decoder`.
     """
 
-    def __init__(self, blocks: Blocks, last: str, through: Through = alone) -> None:
-        super().__init__(through)
+    def __init__(self, blocks: Blocks, last: str, run_model: RunModel = run_whole) -> None:
+        super().__init__(run_model)
         self._blocks, self._last = list(blocks), last
-        self._ways = {name: way for name, block in self._blocks if (way := remembering(block)) is not None}
+        self._forwards = {name: way for name, block in self._blocks if (way := cached_forward(block)) is not None}
         self.begin()
 
     def begin(self) -> None:
         notes: dict[Any, torch.Tensor] = {}
-        self._caches = {name: StateCache(notes) for name in self._ways}
+        self._caches = {name: StateCache(notes) for name in self._forwards}
 
     def advance(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        return last_scores(self.through(tokens, self._run))
+        return last_scores(self.run_model(tokens, self._run))
 
     def _run(self, x: Any) -> Any:
         for name, block in self._blocks:
-            x = self._ways[name](x, self._caches[name]) if name in self._ways else block(x)
+            x = self._forwards[name](x, self._caches[name]) if name in self._forwards else block(x)
             if name == self._last and isinstance(x, torch.Tensor):
                 x = x[:, -1:]
         return x
@@ -180,7 +180,7 @@ class CachedBlocks(Decoder):
             cache.select(rows)
 
 
-def remembering(block: nn.Module) -> Callable[[Any, StateCache], Any] | None:
+def cached_forward(block: nn.Module) -> Callable[[Any, StateCache], Any] | None:
     """Return the function that runs a block with a cache; None for a block that does not use earlier positions.
 
     The function takes (x, cache), returns the block's output and adds its state to the cache.
@@ -202,11 +202,11 @@ class RecomputedBlocks(Decoder):
 
     Args:
         blocks: Named blocks of this rank, in order.
-        through: Function that passes tokens through the whole model, as in `Decoder`.
+        run_model: Function that passes tokens through the whole model, as in `Decoder`.
     """
 
-    def __init__(self, blocks: Blocks, through: Through = alone) -> None:
-        super().__init__(through)
+    def __init__(self, blocks: Blocks, run_model: RunModel = run_whole) -> None:
+        super().__init__(run_model)
         self._blocks = list(blocks)
         self.begin()
 
@@ -215,7 +215,7 @@ class RecomputedBlocks(Decoder):
 
     def advance(self, tokens: torch.Tensor) -> torch.Tensor | None:
         self._tokens = tokens if self._tokens is None else torch.cat([self._tokens, tokens], 1)
-        return last_scores(self.through(self._tokens, self._run))
+        return last_scores(self.run_model(self._tokens, self._run))
 
     def _run(self, x: Any) -> Any:
         for _, block in self._blocks:
@@ -248,7 +248,7 @@ class Transformers(Decoder):
         out = self._model(input_ids=tokens, use_cache=True, **self._past)
         name = next((name for name in CACHE_NAMES if name in out), None)
         if name is None:
-            raise InputError(f"{type(self._model).__name__} returns no cache, without which its texts cannot go on")
+            raise InputError(f"{type(self._model).__name__} returns no cache, which generate needs; use another")
         self._past = {name: out[name]}
         return last_scores(out.logits)
 
@@ -257,7 +257,7 @@ class Transformers(Decoder):
             past.batch_select_indices(torch.tensor(rows))
 
 
-def of_transformers(module: nn.Module) -> Any:
+def transformers_model(module: nn.Module) -> Any:
     """Return the model of the transformers library that a module is or wraps; None unless it can use a cache."""
     for candidate in (getattr(module, "inner", None), module):
         if callable(getattr(candidate, "prepare_inputs_for_generation", None)) and hasattr(candidate, "config"):
@@ -270,7 +270,7 @@ def longest_text(module: nn.Module) -> int | None:
     table = getattr(getattr(module, "positions", None), "weight", None)
     if isinstance(table, torch.Tensor):
         return len(table)
-    longest = getattr(getattr(of_transformers(module), "config", None), "max_position_embeddings", None)
+    longest = getattr(getattr(transformers_model(module), "config", None), "max_position_embeddings", None)
     return longest if isinstance(longest, int) else None
 
 
@@ -285,7 +285,8 @@ def last_scores(output: Any) -> torch.Tensor | None:
     if not isinstance(output, torch.Tensor) or output.dim() != 3:
         form = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise refusal(
-            f"the model gives {form} for tokens [batch, sequence]; generate needs scores [batch, sequence, vocabulary]"
+            f"the model returns {form} for tokens [batch, sequence]; generate needs scores [batch, "
+            "sequence, vocabulary]"
         )
     return output[:, -1]
 
@@ -302,7 +303,7 @@ def require_text(kind: str, vocabulary: int | None) -> int:
     """
     if kind != "tokens" or vocabulary is None:
         raise InputError(
-            f"the model was trained on {kind}, not on text, and generate goes on from a text; use "
+            f"the model was trained on {kind}, not on text, but generate continues text; use "
             "`python -m mpitrain.predict`"
         )
     return vocabulary
@@ -311,7 +312,7 @@ def require_text(kind: str, vocabulary: int | None) -> int:
 # -- the model of a run, on the ranks that share it
 
 
-def settled_here(tokens: torch.Tensor | None, rows: int) -> torch.Tensor:
+def on_single_rank(tokens: torch.Tensor | None, rows: int) -> torch.Tensor:
     """Return the chosen tokens, if a single rank has the whole model.
 
     Args:
@@ -332,8 +333,8 @@ class LanguageModel:
         vocabulary: Number of tokens it was trained on.
         longest: Number of tokens of the longest text it has positions for; None for no limit.
         device: Device that this rank computes on.
-        settle: Function of (tokens, rows) that returns the chosen tokens on all ranks that share the model. `tokens`
-            are those that this rank chose, or None; `rows` is their number.
+        share_tokens: Function of (tokens, rows) that returns the chosen tokens on all ranks that share the model.
+            `tokens` are those that this rank chose, or None; `rows` is their number.
         remark: Remark for the user; empty for none.
     """
 
@@ -342,7 +343,7 @@ class LanguageModel:
     vocabulary: int
     longest: int | None
     device: torch.device
-    settle: Callable[[torch.Tensor | None, int], torch.Tensor] = settled_here
+    share_tokens: Callable[[torch.Tensor | None, int], torch.Tensor] = on_single_rank
     remark: str = ""
 
     @property
@@ -351,7 +352,9 @@ class LanguageModel:
         return self.saved.description.document_end
 
 
-def placed(path: Path, job: Job, device: torch.device, *, best: bool = False, trust: bool = False) -> LanguageModel:
+def load_language_model(
+    path: Path, job: Job, device: torch.device, *, best: bool = False, trust: bool = False
+) -> LanguageModel:
     """Load the language model of a run or a checkpoint. Collective over the job's ranks.
 
     Args:
@@ -364,35 +367,35 @@ def placed(path: Path, job: Job, device: torch.device, *, best: bool = False, tr
     Raises:
         InputError: The model was not trained on text.
     """
-    return job.first_whole(path, lambda folder: _loaded(folder, job, device, trust), best=best)
+    return job.first_complete(path, lambda folder: _load(folder, job, device, trust), best=best)
 
 
-def _loaded(folder: Path, job: Job, device: torch.device, trust: bool) -> LanguageModel:
+def _load(folder: Path, job: Job, device: torch.device, trust: bool) -> LanguageModel:
     """Load this rank's part of a checkpoint's model. Collective."""
     mesh = job.mesh
-    saved = job.agreed(lambda: read_saved_model(folder, trust=trust))
-    vocabulary = job.agreed(lambda: require_text(saved.description.kind, saved.description.vocabulary))
-    module = job.agreed(saved.build).module.eval()
-    longest, known = longest_text(module), of_transformers(module) if mesh is None else None
-    last, remark = ("", "") if known is not None else _memories(module, vocabulary)
-    blocks = _part_of(module, mesh, listed=bool(last))
-    part, through, settle = module, alone, settled_here
+    saved = job.run_agreed(lambda: read_saved_model(folder, trust=trust))
+    vocabulary = job.run_agreed(lambda: require_text(saved.description.kind, saved.description.vocabulary))
+    module = job.run_agreed(saved.build).module.eval()
+    longest, known = longest_text(module), transformers_model(module) if mesh is None else None
+    last, remark = ("", "") if known is not None else _last_cached_block(module, vocabulary)
+    blocks = _local_blocks(module, mesh, listed=bool(last))
+    part, run_model, share_tokens = module, run_whole, on_single_rank
     if mesh is not None:
         from mpitrain.pipe.pipeline import named_tree
 
-        line = _Line(mesh, device, vocabulary)
-        through, settle = line.through, line.settle
+        line = _ModelRanks(mesh, device, vocabulary)
+        run_model, share_tokens = line.run_model, line.share_tokens
         part = module if blocks == [("", module)] else named_tree(blocks)
     del module
-    job.agreed(lambda: fill(part, saved.folder, saved.manifest))
+    job.run_agreed(lambda: fill(part, saved.folder, saved.manifest))
     part.to(device)
-    decoder: Decoder = CachedBlocks(blocks, last, through) if last else RecomputedBlocks(blocks, through)
+    decoder: Decoder = CachedBlocks(blocks, last, run_model) if last else RecomputedBlocks(blocks, run_model)
     if known is not None:
         decoder = Transformers(known)
-    return LanguageModel(saved, decoder, vocabulary, longest, device, settle, remark)
+    return LanguageModel(saved, decoder, vocabulary, longest, device, share_tokens, remark)
 
 
-def _part_of(module: nn.Module, mesh: Mesh | None, listed: bool) -> Blocks:
+def _local_blocks(module: nn.Module, mesh: Mesh | None, listed: bool) -> Blocks:
     """Return this rank's blocks of a model, divided as in training, or the whole model as one block.
 
     Args:
@@ -412,7 +415,7 @@ def _part_of(module: nn.Module, mesh: Mesh | None, listed: bool) -> Blocks:
     return blocks[bounds[mesh.stages.rank] : bounds[mesh.stages.rank + 1]]
 
 
-def _memories(module: nn.Module, vocabulary: int) -> tuple[str, str]:
+def _last_cached_block(module: nn.Module, vocabulary: int) -> tuple[str, str]:
     """Return the name of the last block that uses earlier positions, and a remark if no block can.
 
     A user's own model is checked first, as training does before it slices sequences.
@@ -422,18 +425,18 @@ def _memories(module: nn.Module, vocabulary: int) -> tuple[str, str]:
         blocks = listed_blocks(module)
     except InputError:
         blocks = []
-    looking = [name for name, block in blocks if remembering(block)]
-    if looking and not type(module).__module__.startswith("mpitrain.models."):
+    cached = [name for name, block in blocks if cached_forward(block)]
+    if cached and not type(module).__module__.startswith("mpitrain.models."):
         tokens = torch.arange(8)[None] % vocabulary
         try:
             check_slices(blocks, tokens, tokens, 2)
         except InputError as error:
-            looking, why = [], str(error)
-    remark = "" if looking else f"{why}, so the whole text is computed again for each token"
-    return looking[-1] if looking else "", remark
+            cached, why = [], str(error)
+    remark = "" if cached else f"{why}, so the whole text is computed again for each token"
+    return cached[-1] if cached else "", remark
 
 
-class _Line:
+class _ModelRanks:
     """Ranks that share one model, and the messages between them: outputs between stages, and chosen tokens."""
 
     def __init__(self, mesh: Mesh, device: torch.device, vocabulary: int) -> None:
@@ -443,8 +446,8 @@ class _Line:
         self._ends = mesh.stages.rank == mesh.stages.size - 1
         self._widths: list[int] | None = None  # number of scores on each tensor rank, gathered once
 
-    def through(self, x: Any, stage: Callable[[Any], Any]) -> Any:
-        """Pass x through the whole model, and return the output or None, as `Decoder` describes `through`.
+    def run_model(self, x: Any, stage: Callable[[Any], Any]) -> Any:
+        """Pass x through the whole model, and return the output or None, as `Decoder` describes `run_model`.
 
         Args:
             x: Input of the model, used on the first stage.
@@ -459,13 +462,13 @@ class _Line:
             x = tensors[0] if spec.single else tuple(tensors)
         x = stage(x)
         if self._ends:
-            return self._whole(x)
+            return self._gather_scores(x)
         wire.finish()  # sends of the previous position
         wire.send_header(OutputSpec.of(x), comm.rank + 1)
         wire.send(list(as_tuple(x)), comm.rank + 1, False)
         return None
 
-    def _whole(self, scores: Any) -> Any:
+    def _gather_scores(self, scores: Any) -> Any:
         """Return all scores of the last position, gathered if tensor ranks have parts of them."""
         if not isinstance(scores, torch.Tensor) or scores.dim() != 3:
             return scores
@@ -480,7 +483,7 @@ class _Line:
         parts = flat.split([rows * count for count in counts])
         return torch.cat([part.view(rows, 1, -1) for part in parts], 2)
 
-    def settle(self, tokens: torch.Tensor | None, rows: int) -> torch.Tensor:
+    def share_tokens(self, tokens: torch.Tensor | None, rows: int) -> torch.Tensor:
         """Return the tokens chosen by the first tensor rank of the last stage, on all ranks of the model. Collective.
 
         Args:

@@ -29,7 +29,7 @@ from mpitrain.inference.inputs import Array
 from mpitrain.models.losses import UNCOUNTED
 
 
-class Foretold(ABC):
+class PredictionFormat(ABC):
     """Format of the predictions for one kind of data.
 
     Attributes:
@@ -68,7 +68,7 @@ class Foretold(ABC):
         """Return the predictions of all samples as named arrays."""
 
 
-class ClassProbabilities(Foretold):
+class ClassProbabilities(PredictionFormat):
     """Format of class predictions: the likeliest class, and the probability of each class."""
 
     def __init__(self, classes: Sequence[str]) -> None:
@@ -76,7 +76,7 @@ class ClassProbabilities(Foretold):
         self.columns, self.width = ("class", *self._classes), len(self._classes)
 
     def rows(self, output: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        _require(output, [len(output), len(self._classes)], "a score of each class")
+        _require_shape(output, [len(output), len(self._classes)], "a score of each class")
         return torch.softmax(output.double(), 1)
 
     def line(self, row: Array) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class ClassProbabilities(Foretold):
         return {"class": rows.argmax(1), "probabilities": rows, "classes": np.array(self._classes)}
 
 
-class Numbers(Foretold):
+class Numbers(PredictionFormat):
     """Format of numeric predictions: the numbers of the model's output.
 
     Args:
@@ -103,7 +103,7 @@ class Numbers(Foretold):
 
     def rows(self, output: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
         numbers = output.flatten(1) if output.dim() > 1 else output[:, None]
-        _require(numbers, [len(output), self.width], "numbers like y")
+        _require_shape(numbers, [len(output), self.width], "numbers like y")
         return numbers.double()
 
     def line(self, row: Array) -> dict[str, Any]:
@@ -113,14 +113,14 @@ class Numbers(Foretold):
         return {"y": rows.reshape(len(rows), *self._shape)}
 
 
-class LogProbability(Foretold):
+class LogProbability(PredictionFormat):
     """Format of predictions for tokens: a sample's log-probability in nats, and the number of counted tokens."""
 
     columns, width = ("log_probability", "tokens"), 2
 
     def rows(self, output: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
         assert y is not None
-        _require(output[..., :1], [*y.shape, 1], "scores [batch, sequence, vocabulary]")
+        _require_shape(output[..., :1], [*y.shape, 1], "scores [batch, sequence, vocabulary]")
         scores = output.double().transpose(1, 2)
         counted = functional.cross_entropy(scores, y, ignore_index=UNCOUNTED, reduction="none")
         return torch.stack([-counted.sum(1), (y != UNCOUNTED).sum(1).double()], 1)
@@ -135,17 +135,19 @@ class LogProbability(Foretold):
         return {"log_probability": rows[:, 0], "tokens": rows[:, 1].astype(np.int64)}
 
 
-def told_of(description: Description) -> Foretold:
+def format_of(description: Description) -> PredictionFormat:
     """Return the format of the predictions for samples of this data."""
     if description.kind == "tokens":
         return LogProbability()
     return ClassProbabilities(description.classes) if description.classes else Numbers(description.y_shape)
 
 
-def _require(output: torch.Tensor, shape: list[int], what: str) -> None:
+def _require_shape(output: torch.Tensor, shape: list[int], what: str) -> None:
     """Raise InputError unless the output has this shape."""
     if list(output.shape) != shape:
-        raise InputError(f"the model gives {list(output.shape)} for {shape[0]} samples; predict needs {what}, {shape}")
+        raise InputError(
+            f"the model returns {list(output.shape)} for {shape[0]} samples; predict needs {what}, {shape}"
+        )
 
 
 # -- files
@@ -155,15 +157,15 @@ Write = Callable[[Sequence[int], Array], None]  # called with the numbers of sam
 
 @contextmanager
 def new_file(
-    path: Path, told: Foretold, names: Sequence[str] | None, kept: Mapping[str, Sequence[Any]]
+    path: Path, table_format: PredictionFormat, names: Sequence[str] | None, extra_columns: Mapping[str, Sequence[Any]]
 ) -> Iterator[Write]:
     """Write predictions to a new file, which appears under its name once it is complete.
 
     Args:
         path: File to create; its suffix (.csv, .jsonl or .npz) selects the format.
-        told: Format of the predictions.
+        table_format: Format of the predictions.
         names: Names of the samples; None to use their numbers.
-        kept: Further columns by name, with a value for each sample.
+        extra_columns: Further columns by name, with a value for each sample.
 
     Yields:
         A function of (numbers of samples, their rows) that writes them.
@@ -171,41 +173,45 @@ def new_file(
     Raises:
         InputError: A further column has the name of a prediction's column, or the file cannot be written.
     """
-    if taken := {"sample", "probabilities", "classes", *told.columns} & set(kept):
+    if taken := {"sample", "probabilities", "classes", *table_format.columns} & set(extra_columns):
         raise InputError(f"--keep {min(taken)}: the predictions have a column of that name; rename it in the table")
 
-    def named(numbers: Sequence[int]) -> list[Any]:
+    def names_of(numbers: Sequence[int]) -> list[Any]:
         return list(numbers) if names is None else [names[number] for number in numbers]
 
     with ExitStack() as stack:
         aside = stack.enter_context(whole_file(path))
         if path.suffix == ".npz":
-            parts, order = [np.empty((0, told.width))], list[int]()
+            parts, order = [np.empty((0, table_format.width))], list[int]()
 
             def keep(numbers: Sequence[int], rows: Array) -> None:
                 parts.append(rows)
                 order.extend(numbers)
 
             yield keep
-            arrays: dict[str, Any] = told.arrays(np.concatenate(parts))
+            arrays: dict[str, Any] = table_format.arrays(np.concatenate(parts))
             if names is not None:
-                arrays["sample"] = np.array(named(order))
-            arrays |= {name: _array([values[number] for number in order]) for name, values in kept.items()}
+                arrays["sample"] = np.array(names_of(order))
+            arrays |= {name: _array([values[number] for number in order]) for name, values in extra_columns.items()}
             np.savez(aside, **arrays)
             return
         file = stack.enter_context(open(aside, "x", encoding="utf-8", newline=""))
         if path.suffix == ".csv":
             table = csv.writer(file)
-            table.writerow(["sample", *kept, *told.columns])
+            table.writerow(["sample", *extra_columns, *table_format.columns])
             yield lambda numbers, rows: table.writerows(
-                [name, *(values[number] for values in kept.values()), *told.cells(row)]
-                for number, name, row in zip(numbers, named(numbers), rows, strict=True)
+                [name, *(values[number] for values in extra_columns.values()), *table_format.cells(row)]
+                for number, name, row in zip(numbers, names_of(numbers), rows, strict=True)
             )
             return
         yield lambda numbers, rows: file.writelines(
-            json.dumps({"sample": name} | {key: _plain(values[n]) for key, values in kept.items()} | told.line(row))
+            json.dumps(
+                {"sample": name}
+                | {key: _plain(values[n]) for key, values in extra_columns.items()}
+                | table_format.line(row)
+            )
             + "\n"
-            for n, name, row in zip(numbers, named(numbers), rows, strict=True)
+            for n, name, row in zip(numbers, names_of(numbers), rows, strict=True)
         )
 
 
@@ -224,5 +230,5 @@ def _array(values: Sequence[Any]) -> Array:
 def require_file(path: Path) -> None:
     """Raise InputError if a file cannot be created at this path, or its suffix is not .csv, .jsonl or .npz."""
     if path.suffix not in (".csv", ".jsonl", ".npz"):
-        raise InputError(f"--out {path}: the kind of file is told by its ending; use .csv, .jsonl or .npz")
+        raise InputError(f"--out {path}: the ending selects the kind of file; use .csv, .jsonl or .npz")
     require_new(path)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.data.sources.documents import LINES, TextFields, documents_of
-from mpitrain.data.sources.encoder import load_tokenizer, without_surrogates
-from mpitrain.data.sources.streams import lines_of, opened, plain_suffix
+from mpitrain.data.sources.encoder import load_tokenizer, replace_surrogates
+from mpitrain.data.sources.streams import lines_of, open_stream, plain_suffix
 from mpitrain.errors import InputError
 
 BYTES = 256
@@ -87,7 +87,7 @@ class TokenizerCodec:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
-        return list(self._tokenizer.encode(without_surrogates(text), add_special_tokens=False).ids)
+        return list(self._tokenizer.encode(replace_surrogates(text), add_special_tokens=False).ids)
 
     def decoder(self) -> TextDecoder:
         """Return a new decoder, for one text."""
@@ -104,23 +104,24 @@ class _TokensDecoder(TextDecoder):
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._told: list[int] = []  # the last tokens whose text has been returned
+        self._context: list[int] = []  # the last tokens whose text has been returned
         self._new: list[int] = []
 
     def add(self, token: int) -> str:
         self._new.append(token)
-        text = self._text(self._told + self._new)
-        return "" if text.endswith("\ufffd") else self._give(text)  # U+FFFD stands for an incomplete character
+        text = self._text(self._context + self._new)
+        return "" if text.endswith("\ufffd") else self._new_text(text)  # U+FFFD stands for an incomplete character
 
     def finish(self) -> str:
-        return self._give(self._text(self._told + self._new)) if self._new else ""
+        return self._new_text(self._text(self._context + self._new)) if self._new else ""
 
     def _text(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def _give(self, text: str) -> str:
-        before = self._text(self._told) if self._told else ""
-        self._told, self._new = (self._told + self._new)[-16:], []  # enough to determine how the next token is written
+    def _new_text(self, text: str) -> str:
+        before = self._text(self._context) if self._context else ""
+        self._context = (self._context + self._new)[-16:]  # enough to determine how the next token is written
+        self._new = []
         return text[len(before) :]
 
 
@@ -143,7 +144,7 @@ def codec_of(tokenizer: Path | None, vocabulary: int, run: Path) -> TextCodec:
     if vocabulary in (BYTES, BYTES + 1):  # one more if documents have an end token
         return BytesCodec()
     raise InputError(
-        f"{run} has no tokenizer.json, and its {vocabulary} tokens are no bytes; copy the file from the data set there"
+        f"{run} has no tokenizer.json, but its {vocabulary} tokens are not bytes; copy the file of its data set there"
     )
 
 
@@ -168,7 +169,7 @@ def texts_of(path: Path, fields: TextFields) -> Iterator[Sequence[str]]:
     if plain_suffix(path) in _DOCUMENTS:
         yield from documents_of(path, fields)
         return
-    with opened(path) as file:
+    with open_stream(path) as file:
         for number, line in lines_of(file, path):
             try:
                 text = line.decode("utf-8").rstrip("\r\n")
@@ -184,7 +185,7 @@ def read_prompts(path: Path) -> list[str]:
     Raises:
         InputError: The file cannot be read, a JSON object has no prompt, or there is no prompt at all.
     """
-    prompts = [text for (text,) in texts_of(path, TextFields("prompt", hint="give each object a prompt"))]
+    prompts = [text for (text,) in texts_of(path, TextFields("prompt", hint="add a prompt to each object"))]
     if not prompts:
-        raise InputError(f"--prompts {path} holds no prompt; write one a line")
+        raise InputError(f"--prompts {path} contains no prompt; write one per line")
     return prompts

@@ -67,7 +67,7 @@ class LoraLinear(nn.Module):
         inner = functional.linear(functional.dropout(x, self.dropout, self.training), self.lora_a)
         return y + functional.linear(inner, self.lora_b) * self.scale
 
-    def merged(self) -> torch.Tensor:
+    def merged_weight(self) -> torch.Tensor:
         """Return the weight of a plain layer with the same output in evaluation: W + alpha / rank * B A."""
         change = (self.lora_b @ self.lora_a) * self.scale
         return self.weight + (change.t() if self.transposed else change)
@@ -163,45 +163,45 @@ class BaseWeights:
         record = {"source": self.source, "crc32": self.crc, "seed": self.seed, "adapter": self.adapter}
         return record | ({"checkpoint": self.checkpoint} if self.checkpoint else {})
 
-    def require(self, found: Any) -> None:
+    def require(self, record: Any) -> None:
         """Raise InputError, the same on every rank, unless a checkpoint was made with these weights and adapters.
 
         Args:
-            found: The checkpoint's value of `values`; anything but a dictionary stands for a whole model.
+            record: The checkpoint's value of `values`; anything but a dictionary stands for a whole model.
         """
-        if not isinstance(found, dict):
+        if not isinstance(record, dict):
             raise refusal(
-                f"the checkpoint holds a whole model, and this run trains adapters of {self.source}; give another "
+                f"the checkpoint contains a whole model, but this run trains adapters of {self.source}; use another "
                 "run.dir, or set model.lora to 0"
             )
-        if found.get("crc32") != self.crc:
+        if record.get("crc32") != self.crc:
             raise refusal(
                 f"the checkpoint's adapters are for other base weights than those of {self.source} now (they came from "
-                f"{found.get('source')}, run.seed {found.get('seed')}); give these again, or another run.dir"
+                f"{record.get('source')}, run.seed {record.get('seed')}); use those again, or another run.dir"
             )
-        if (there := found.get("adapter")) != self.adapter:
+        if (there := record.get("adapter")) != self.adapter:
             raise refusal(
-                f"the checkpoint's adapters are {_told(there)}, and this run's {_told(self.adapter)}; set model.lora, "
-                "lora_alpha and lora_targets as they were, or give another run.dir"
+                f"the checkpoint's adapters have {_describe(there)}, but this run's have {_describe(self.adapter)}; "
+                "set model.lora, lora_alpha and lora_targets as they were, or use another run.dir"
             )
 
 
-def require_whole(found: Any) -> None:
+def require_whole(record: Any) -> None:
     """Raise InputError, the same on every rank, if a checkpoint has only adapters but the run trains a whole model.
 
     Args:
-        found: The checkpoint's value of `BaseWeights.values`, or None.
+        record: The checkpoint's value of `BaseWeights.values`, or None.
     """
-    if isinstance(found, dict):
+    if isinstance(record, dict):
         raise refusal(
-            f"the checkpoint holds adapters of {found.get('source')} alone ({_told(found.get('adapter'))}); set "
-            "model.lora and model.factory as they were, or give another run.dir"
+            f"the checkpoint contains only adapters of {record.get('source')} ({_describe(record.get('adapter'))}); "
+            "set model.lora and model.factory as they were, or use another run.dir"
         )
 
 
-def _told(adapter: Any) -> str:
+def _describe(adapter: Any) -> str:
     """Describe an adapter's settings for a message."""
     known = adapter if isinstance(adapter, dict) else {}
     names = known.get("layers", ())
     more = f" in {len(names)} layers" if names else ""
-    return f"of rank {known.get('rank')} and alpha {known.get('alpha')}{more}" if known else "others"
+    return f"rank {known.get('rank')} and alpha {known.get('alpha')}{more}" if known else "unknown settings"

@@ -88,7 +88,7 @@ def samples_in(x: Any) -> int:
     return len(x)
 
 
-def numbers(counts: Iterable[Count]) -> list[float]:
+def to_floats(counts: Iterable[Count]) -> list[float]:
     """Return counts as floats; those on a device are copied to the host together."""
     counts = list(counts)
     on_device = [c for c in counts if isinstance(c, torch.Tensor)]
@@ -102,7 +102,7 @@ def shares_of(counts: Sequence[float]) -> list[float]:
     return [count / total if total else 0.0 for count in counts]
 
 
-def nothing(output: Any) -> torch.Tensor:
+def zero_loss(output: Any) -> torch.Tensor:
     """Return a loss of 0 whose gradient is 0 for every floating-point tensor of an output.
 
     It replaces the loss of a microbatch without counted targets, for which torch's mean is NaN. The backward pass
@@ -150,13 +150,13 @@ class LossTerm(nn.Module):
         """
         if not (self.training and torch.is_grad_enabled()):
             return x
-        return _passing(x, value, self)
+        return _pass_through(x, value, self)
 
     def extra_repr(self) -> str:
         return f"{self.name!r}, {self.weight}"
 
 
-class _Passing(torch.autograd.Function):
+class _PassThrough(torch.autograd.Function):
     """The identity of x, whose backward pass also starts the gradient of a term."""
 
     @staticmethod
@@ -175,8 +175,8 @@ class _Passing(torch.autograd.Function):
 
 
 @torch._disable_dynamo  # the compiler would compile again for each new value of the share
-def _passing(x: torch.Tensor, value: torch.Tensor, term: LossTerm) -> torch.Tensor:
-    passed: torch.Tensor = _Passing.apply(x, value, term)
+def _pass_through(x: torch.Tensor, value: torch.Tensor, term: LossTerm) -> torch.Tensor:
+    passed: torch.Tensor = _PassThrough.apply(x, value, term)
     return passed
 
 
@@ -199,8 +199,8 @@ class LossTerms:
     """
 
     def __init__(self, module: nn.Module, comm: Communicator | None) -> None:
-        self._own, self._comm = terms_in([module]), comm
-        names = [term.name for term in self._own]
+        self._terms, self._comm = terms_in([module]), comm
+        names = [term.name for term in self._terms]
         if comm is not None:
             names = [name for part in comm.all_gather_object(names) for name in part]
         self.names = sorted(set(names))
@@ -212,7 +212,7 @@ class LossTerms:
             share: Number of samples in the microbatch divided by that of the whole batch.
             scale: Factor of all losses, for fp16.
         """
-        for term in self._own:
+        for term in self._terms:
             term.share, term.scale = share, scale
 
     def take(self, device: torch.device) -> torch.Tensor:
@@ -224,7 +224,7 @@ class LossTerms:
             then the mean of each term without its weight, in the order of `names`.
         """
         sums = torch.zeros(1 + len(self.names), dtype=torch.float64, device=device)
-        for term in self._own:
+        for term in self._terms:
             if term.total is not None:
                 sums[0] += term.weight * term.total
                 sums[1 + self.names.index(term.name)] += term.total

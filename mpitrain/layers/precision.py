@@ -31,7 +31,7 @@ def convert(module: nn.Module, precision: Precision) -> None:
                 parameter.data = parameter.data.to(DTYPES[precision])
 
 
-def narrowed(x: Any, precision: Precision) -> Any:
+def cast_input(x: Any, precision: Precision) -> Any:
     """Return a floating-point tensor in the precision of the model; return any other input unchanged.
 
     Args:

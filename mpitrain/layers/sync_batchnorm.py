@@ -98,7 +98,7 @@ class SyncBatchNorm(_BatchNorm):
 _Sums = dict[tuple[int, torch.device], torch.Tensor]  # buffers of one layer, kept at their addresses
 
 
-def _own_sums(memory: _Sums, numel: int, device: torch.device) -> torch.Tensor:
+def _sums_buffer(memory: _Sums, numel: int, device: torch.device) -> torch.Tensor:
     """Return a rank's float64 buffer for `numel` sums on a device; each call returns the same one."""
     if (numel, device) not in memory:
         memory[numel, device] = torch.empty(numel, dtype=torch.float64, device=device)
@@ -123,7 +123,7 @@ class _SyncBatchNormFunction(torch.autograd.Function):
         memory: _Sums,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         features = x.shape[1]
-        sums = _moments(x, _own_sums(memory, 2 * features + 1, x.device))
+        sums = _moments(x, _sums_buffer(memory, 2 * features + 1, x.device))
         comm.all_reduce(sums)
         count = sums[-1].clone()
         means = sums / count
@@ -140,7 +140,7 @@ class _SyncBatchNormFunction(torch.autograd.Function):
         x, weight, count, mean, variance = ctx.saved_tensors
         features = x.shape[1]
         local_sums = sums_of_weight, sums_of_bias = _gradient_sums(grad, x, mean, variance, ctx.eps)
-        sums = torch.cat(local_sums, out=_own_sums(ctx.memory, 2 * features, x.device))
+        sums = torch.cat(local_sums, out=_sums_buffer(ctx.memory, 2 * features, x.device))
         ctx.comm.all_reduce(sums)
         factor = (variance + ctx.eps).rsqrt_()
         factor = factor if weight is None else factor * weight

@@ -42,8 +42,8 @@ class TiledLinear(nn.Module):
         super().__init__()
         if not (1 <= in_tiles <= in_features and 1 <= out_tiles <= out_features):
             raise InputError(
-                f"{in_tiles} x {out_tiles} tiles of a linear layer of {in_features} x {out_features}: use between 1 "
-                "and as many as there are features"
+                f"a linear layer of {in_features} x {out_features} cannot have {in_tiles} x {out_tiles} tiles; use at "
+                "least 1, and at most as many as there are features"
             )
         self.in_features, self.out_features = in_features, out_features
         self._columns = [hi - lo for lo, hi in pairwise(split(in_features, in_tiles))]

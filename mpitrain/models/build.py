@@ -51,7 +51,7 @@ def build_from_factory(path: str, description: Description, options: Mapping[str
     try:
         result = function(description, **options)
     except (Exception, SystemExit) as error:
-        raise InputError(f"model.factory {path} raised {told(error)}; mend it or model.options") from error
+        raise InputError(f"model.factory {path} raised {told(error)}; fix it or model.options") from error
     module, loss = result if isinstance(result, tuple) and len(result) == 2 else (result, getattr(result, "loss", None))
     if not isinstance(module, nn.Module):
         raise InputError(
@@ -64,11 +64,11 @@ def build_from_factory(path: str, description: Description, options: Mapping[str
             "give it a method loss(output, y), or return (module, loss_function)"
         )
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise InputError(f"model.factory {path}: {type(module).__name__} has no parameter to train; give one that has")
+        raise InputError(f"model.factory {path}: {type(module).__name__} has no parameter to train; return another")
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         raise InputError(
-            f"model.factory {path}: the loss {type(loss).__name__} has parameters of its own, which nobody would "
-            "train; make them part of the module"
+            f"model.factory {path}: the loss {type(loss).__name__} has parameters, which would not be trained; "
+            "make them part of the module"
         )
     adapted = hasattr(module, "peft_config")
     return Task(module, loss, BaseWeights.of(module, f"model.factory {path}", {"kind": "peft"}) if adapted else None)
@@ -92,21 +92,21 @@ def build_model(section: ModelSection, description: Description, base: TrainedBa
         task = build_from_factory(section.factory, description, section.options)
     elif section.options:
         raise refusal(
-            f"model.options {sorted(section.options)} are for model.factory, and model.{section.name} takes none; "
+            f"model.options {sorted(section.options)} are for model.factory, but model.name {section.name} takes none; "
             "remove them"
         )
     else:
         task = MODELS[section.name](section, description)
     if base is not None:
         base.fill(task.module)
-    return _with_adapters(section, task, base.checkpoint if base is not None else "") if section.lora else task
+    return _add_adapters(section, task, base.checkpoint if base is not None else "") if section.lora else task
 
 
 def _gpt(section: ModelSection, description: Description) -> Task:
     from mpitrain.models.gpt import GPT, Form
 
     if description.kind != "tokens" or description.vocabulary is None:
-        raise _misfit(section, description, "tokens")
+        raise _misfit_error(section, description, "tokens")
     if section.width % (2 * section.heads):
         fitting = math.ceil(section.width / (2 * section.heads)) * 2 * section.heads
         raise refusal(
@@ -115,7 +115,7 @@ def _gpt(section: ModelSection, description: Description) -> Task:
         )
     if 0 < section.vocabulary < description.vocabulary:
         raise refusal(
-            f"the data have a vocabulary of {description.vocabulary} tokens, and model.vocabulary is "
+            f"the data have a vocabulary of {description.vocabulary} tokens, but model.vocabulary is "
             f"{section.vocabulary}; prepare the data with the model's own tokenizer, or set model.vocabulary to "
             f"{description.vocabulary}"
         )
@@ -132,7 +132,7 @@ def _resnet(section: ModelSection, description: Description) -> Task:
     from mpitrain.models.resnet import SMALL_IMAGE, ResNet
 
     if description.kind != "arrays" or not is_image(description.x_shape):
-        raise _misfit(section, description, "images")
+        raise _misfit_error(section, description, "images")
     channels, sides, last = image_form(description.x_shape)
     outputs, criterion = _target(description)
     small = max(sides) <= SMALL_IMAGE
@@ -144,7 +144,7 @@ def _mlp(section: ModelSection, description: Description) -> Task:
     from mpitrain.models.mlp import MLP
 
     if description.kind == "tokens":
-        raise _misfit(section, description, "arrays")
+        raise _misfit_error(section, description, "arrays")
     outputs, criterion = _target(description)
     model = MLP(math.prod(description.x_shape), outputs, section.layers, section.width, criterion, section.dropout)
     return Task(model, model.loss)
@@ -172,7 +172,7 @@ def loss_unit(section: ModelSection, description: Description) -> str:
     return "nats" if description.kind == "tokens" or description.classes else "squared error"
 
 
-def _misfit(section: ModelSection, description: Description, takes: str) -> InputError:
+def _misfit_error(section: ModelSection, description: Description, takes: str) -> InputError:
     shape = tuple(description.x_shape)
     if description.kind == "tokens":
         data, fitting = "tokens", "gpt"
@@ -191,7 +191,7 @@ def _misfit(section: ModelSection, description: Description, takes: str) -> Inpu
 _ATTENTION = ("attention", "attn", "self_attn")
 
 
-def _with_adapters(section: ModelSection, task: Task, checkpoint: str = "") -> Task:
+def _add_adapters(section: ModelSection, task: Task, checkpoint: str = "") -> Task:
     """Freeze the model of a task, and add the adapters requested by model.lora. The module is changed in place.
 
     Args:
@@ -205,8 +205,8 @@ def _with_adapters(section: ModelSection, task: Task, checkpoint: str = "") -> T
     module = task.module
     source = f"model.factory {section.factory}" if section.factory else f"model.name {section.name}"
     if task.base is not None:
-        raise refusal(f"{source} gives a model with adapters already; set model.lora to 0")
-    layer_names = _chosen(module, section.lora_targets, source)
+        raise refusal(f"{source} returns a model that already has adapters; set model.lora to 0")
+    layer_names = _choose_layers(module, section.lora_targets, source)
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     adapted = partial(LoraLinear, rank=section.lora, alpha=section.lora_alpha, dropout=section.lora_dropout)
@@ -228,7 +228,7 @@ def adapted_layers(module: nn.Module) -> dict[str, LoraLinear]:
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLinear)}
 
 
-def _chosen(module: nn.Module, targets: Sequence[str], source: str) -> list[str]:
+def _choose_layers(module: nn.Module, targets: Sequence[str], source: str) -> list[str]:
     """Return the names of the layers that get an adapter, in the model's order."""
     linear = [name for name, layer in module.named_modules() if name and linear_parts(layer) is not None]
     if not targets:

@@ -19,7 +19,7 @@ State: TypeAlias = "tuple[torch.Tensor, ...]"  # tensors of a position that late
 POSITIONS = 2  # the axis of a state along which it grows
 
 
-class Earlier(Protocol):
+class EarlierState(Protocol):
     """State of the positions before those that a block is given.
 
     Attributes:
@@ -41,10 +41,10 @@ class Earlier(Protocol):
         """
 
 
-class LooksBack(nn.Module):
+class CausalBlock(nn.Module):
     """A module that can process a sequence in slices."""
 
-    def forward_cached(self, x: Any, earlier: Earlier) -> Any:
+    def forward_cached(self, x: Any, earlier: EarlierState) -> Any:
         """Compute `forward` for positions that follow earlier ones.
 
         Args:
@@ -98,7 +98,7 @@ class EarlierSlices:
         return make(*of)
 
 
-def seen_before(before: int, length: int, device: torch.device) -> torch.Tensor | None:
+def causal_mask(before: int, length: int, device: torch.device) -> torch.Tensor | None:
     """Return the causal attention mask of `length` tokens that follow `before` others.
 
     Args:

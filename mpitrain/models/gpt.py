@@ -24,8 +24,8 @@ from torch import nn
 from torch.nn import functional
 
 from mpitrain.errors import refusal
-from mpitrain.models.earlier import Earlier, EarlierSlices, LooksBack, seen_before
-from mpitrain.models.losses import cross_entropy, widened
+from mpitrain.models.earlier import CausalBlock, EarlierSlices, EarlierState, causal_mask
+from mpitrain.models.losses import cross_entropy, widen
 from mpitrain.models.task import BlockModel
 
 INIT_STD = 0.02  # GPT-2
@@ -115,10 +115,10 @@ class Attention(nn.Module):
         Returns:
             Features [batch, sequence, width].
         """
-        q, k, v = self._projections(x, EarlierSlices([]))
-        return self._mixed(q, k, v, None if ends is None else seen_inside(ends.long(), ends.shape[1]))
+        q, k, v = self._project(x, EarlierSlices([]))
+        return self._attend(q, k, v, None if ends is None else document_mask(ends.long(), ends.shape[1]))
 
-    def forward_cached(self, x: torch.Tensor, earlier: Earlier, ends: torch.Tensor | None = None) -> torch.Tensor:
+    def forward_cached(self, x: torch.Tensor, earlier: EarlierState, ends: torch.Tensor | None = None) -> torch.Tensor:
         """Compute `forward` for positions that also attend to earlier ones.
 
         The state is k and v, [batch, heads of keys and values, positions, head_dim]; and, if attention does not cross
@@ -130,14 +130,14 @@ class Attention(nn.Module):
             ends: Nonzero for the token that ends a document, [batch, positions], or None.
         """
         before, length = earlier.length, x.shape[1]
-        q, k, v = self._projections(x, earlier)
+        q, k, v = self._project(x, earlier)
         if ends is None:
             k, v = earlier.add((k, v))
-            return self._mixed(q, k, v, seen_before(before, length, x.device))
+            return self._attend(q, k, v, causal_mask(before, length, x.device))
         k, v, every = earlier.add((k, v, ends[:, None].to(k.dtype)))
-        return self._mixed(q, k, v, seen_inside(every[:, 0].long(), length))
+        return self._attend(q, k, v, document_mask(every[:, 0].long(), length))
 
-    def _mixed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
         """Return the attention output. `seen` is the mask of keys for each query; None for a causal mask."""
         positions, shared = q.shape[2], k.shape[1]
         if positions == 1:  # generation: the queries of a group become positions, so nothing is repeated
@@ -150,23 +150,23 @@ class Attention(nn.Module):
             return self.dropout(self.out(mixed.flatten(1)[:, None]))
         return self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
 
-    def _projections(self, x: torch.Tensor, earlier: Earlier) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _project(self, x: torch.Tensor, earlier: EarlierState) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q, k and v of positions that follow earlier ones, each [batch, heads, sequence, head_dim]."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [batch, sequence, heads of q, k and v, head_dim]
         groups, sequence = self.num_key_value_groups, heads.shape[1]  # x may have been a part of the sequence
         shared = heads.shape[2] // (groups + 2)
-        turned, v = heads[:, :, :-shared], heads[:, :, -shared:]
+        heads_qk, v = heads[:, :, :-shared], heads[:, :, -shared:]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = turned.split([groups * shared, shared], dim=2)
-            turned = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
+            q, k = heads_qk.split([groups * shared, shared], dim=2)
+            heads_qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
         if self.rope_base is not None:
-            turns = earlier.shared(turns_of, earlier.length, sequence, self.head_dim, self.rope_base, x.device)
-            turned = rotate(turned, turns)
-        q, k = turned.transpose(1, 2).split([groups * shared, shared], dim=1)
+            factors = earlier.shared(rotary_factors, earlier.length, sequence, self.head_dim, self.rope_base, x.device)
+            heads_qk = rotate(heads_qk, factors)
+        q, k = heads_qk.transpose(1, 2).split([groups * shared, shared], dim=1)
         return q, k, v.transpose(1, 2)
 
 
-class TransformerBlock(LooksBack):
+class TransformerBlock(CausalBlock):
     """A pre-norm transformer block: attention, then the MLP, each applied to the normed stream and added to it.
 
     Args:
@@ -193,7 +193,7 @@ class TransformerBlock(LooksBack):
         stream = stream + self.attention(self.attention_norm(stream), ends)
         return self._with_ends(stream + self.mlp(self.mlp_norm(stream)), ends)
 
-    def forward_cached(self, x: Stream, earlier: Earlier) -> Stream:
+    def forward_cached(self, x: Stream, earlier: EarlierState) -> Stream:
         """Compute `forward` for positions that follow earlier ones.
 
         Args:
@@ -241,7 +241,7 @@ class GPT(BlockModel):
         max_positions: Rows in the table of learned positions.
         form: Design choices of the blocks.
         apart: Token that ends a document. Attention then does not cross documents, and the tokens of each document are
-            scored as a separate sequence. Blocks then exchange pairs (see `begin_pair`).
+            scored as a separate sequence. Blocks then exchange pairs (see `pair_with_ends`).
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class GPT(BlockModel):
         if tied:
             self.head.weight = self.embedding.weight
         if apart is not None:
-            self.embedding.register_forward_hook(partial(begin_pair, apart))
+            self.embedding.register_forward_hook(partial(pair_with_ends, apart))
             self.dropout = OnStream(self.dropout)
         self.criterion = cross_entropy
 
@@ -323,7 +323,7 @@ class GPT(BlockModel):
 #   place        0 1 2 0 1 2 3 0
 
 
-def begin_pair(token: int, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> Stream:
+def pair_with_ends(token: int, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> Stream:
     """Pair an embedding's output with a mask of the token that ends a document. Used as a forward hook.
 
     Args:
@@ -368,7 +368,7 @@ def places_in_documents(ends: torch.Tensor) -> torch.Tensor:
     return places - (places * follows).cummax(1).values
 
 
-def seen_inside(ends: torch.Tensor, length: int) -> torch.Tensor:
+def document_mask(ends: torch.Tensor, length: int) -> torch.Tensor:
     """Return the attention mask of the last `length` tokens: causal, and within each document.
 
     Args:
@@ -382,7 +382,7 @@ def seen_inside(ends: torch.Tensor, length: int) -> torch.Tensor:
     return (number[:, before:, None] == number[:, None, :]).tril(before).unsqueeze(1)
 
 
-class LearnedPositions(LooksBack):
+class LearnedPositions(CausalBlock):
     """Learned positions: adds a row of a table to each token, by its position in the sequence, or in its document.
 
     The position in the document is used if the input has the ends of documents.
@@ -399,7 +399,7 @@ class LearnedPositions(LooksBack):
     def forward(self, x: Stream) -> Stream:
         return self.forward_cached(x, EarlierSlices([]))
 
-    def forward_cached(self, x: Stream, earlier: Earlier) -> Stream:
+    def forward_cached(self, x: Stream, earlier: EarlierState) -> Stream:
         """Compute `forward` for positions that follow earlier ones.
 
         The state contains the number of positions; and, if attention does not cross documents, the ends of documents.
@@ -417,28 +417,28 @@ class LearnedPositions(LooksBack):
         length = x.shape[1]
         if before + length > len(self.weight):
             raise refusal(
-                f"a sequence of {before + length} tokens, and the model has learned positions for {len(self.weight)}; "
-                "set model.sequence to that, or model.max_positions to more"
+                f"a sequence has {before + length} tokens, but the model has {len(self.weight)} learned positions; "
+                f"set model.sequence to {len(self.weight)}, or increase model.max_positions"
             )
         earlier.add((x.new_empty(len(x), 1, length, 0),))
         return x + self.weight[before : before + length]
 
 
-def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """Apply rotary positions.
 
     Args:
         x: Queries or keys [batch, sequence, heads, head_dim].
-        turns: Rotation of each position, from `turns_of`.
+        factors: Rotation of each position, from `rotary_factors`.
 
     Returns:
         Rotated x, of its shape and dtype.
     """
-    numbers = torch.view_as_complex(widened(x).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(numbers * turns).flatten(-2).to(x.dtype)
+    numbers = torch.view_as_complex(widen(x).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(numbers * factors).flatten(-2).to(x.dtype)
 
 
-def turns_of(first: int, sequence: int, head_dim: int, base: float, device: torch.device) -> torch.Tensor:
+def rotary_factors(first: int, sequence: int, head_dim: int, base: float, device: torch.device) -> torch.Tensor:
     """Return the rotations of rotary positions.
 
     Features 2i and 2i+1 form a complex number, which is rotated by the angle position * base^(-2i / head_dim). So the

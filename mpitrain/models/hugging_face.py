@@ -24,7 +24,7 @@ from mpitrain.choices import one_of
 from mpitrain.config.named import told
 from mpitrain.errors import InputError, refusal
 from mpitrain.layers.images import image_form
-from mpitrain.models.earlier import Earlier, EarlierSlices, State, seen_before
+from mpitrain.models.earlier import EarlierSlices, EarlierState, State, causal_mask
 from mpitrain.models.losses import MaskedCrossEntropy, cross_entropy
 from mpitrain.models.task import Criterion, Task
 from mpitrain.storage.disk import sync
@@ -96,7 +96,7 @@ class Cache:
         earlier: Earlier positions, with keys and values [batch, heads, positions, head_dim] as state.
     """
 
-    def __init__(self, earlier: Earlier) -> None:
+    def __init__(self, earlier: EarlierState) -> None:
         self._earlier = earlier
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> State:
@@ -108,14 +108,14 @@ class Cache:
         """
         return self._earlier.add((keys, values))
 
-    def of(self, layer: nn.Module, x: torch.Tensor) -> dict[str, Any]:
+    def arguments_of(self, layer: nn.Module, x: torch.Tensor) -> dict[str, Any]:
         """Return the keyword arguments with which a layer uses this cache.
 
         Args:
             layer: Layer of transformers.
             x: Features of the new positions, [batch, positions, width].
         """
-        seen = seen_before(self._earlier.length, x.shape[1], x.device)
+        seen = causal_mask(self._earlier.length, x.shape[1], x.device)
         mask = None if seen is None else seen[None, None]
         return {_name_of_cache(type(layer).forward): self, "use_cache": True, "attention_mask": mask}
 
@@ -129,7 +129,7 @@ def _name_of_cache(forward: Callable[..., Any]) -> str:
             return name
     raise InputError(
         f"{forward.__qualname__} of the installed transformers takes none of {', '.join(CACHE_NAMES)}; "
-        "install a version of transformers that this version of mpitrain knows"
+        "install a version of transformers that this version of mpitrain supports"
     )
 
 
@@ -139,7 +139,7 @@ class PositionsAdded(Facade):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.forward_cached(x, EarlierSlices([]))
 
-    def forward_cached(self, x: torch.Tensor, earlier: Earlier) -> torch.Tensor:
+    def forward_cached(self, x: torch.Tensor, earlier: EarlierState) -> torch.Tensor:
         """Compute `forward` for positions that follow earlier ones. The state only counts positions.
 
         Args:
@@ -167,27 +167,27 @@ class HiddenState(Facade):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._hidden(x, 0, {} if self.__dict__["_rotary"] is None else {"attention_mask": None})
 
-    def forward_cached(self, x: torch.Tensor, earlier: Earlier) -> torch.Tensor:
+    def forward_cached(self, x: torch.Tensor, earlier: EarlierState) -> torch.Tensor:
         """Compute `forward` for positions that follow earlier ones.
 
         Args:
             x: Hidden state of the new positions.
             earlier: State of the earlier positions.
         """
-        return self._hidden(x, earlier.length, Cache(earlier).of(self.inner, x))
+        return self._hidden(x, earlier.length, Cache(earlier).arguments_of(self.inner, x))
 
-    def _hidden(self, x: torch.Tensor, first: int, how: dict[str, Any]) -> torch.Tensor:
+    def _hidden(self, x: torch.Tensor, first: int, arguments: dict[str, Any]) -> torch.Tensor:
         """Return the layer's hidden state, which some versions of transformers return in a tuple.
 
         Args:
             x: Hidden state [batch, sequence, width].
             first: Position of the first token of x.
-            how: Further arguments of the layer.
+            arguments: Further arguments of the layer.
         """
         if (rotary := self.__dict__["_rotary"]) is not None:
             positions = _positions(x, first)
-            how |= {"position_ids": positions, "position_embeddings": rotary(x, position_ids=positions)}
-        output = self.inner(x, **how)
+            arguments |= {"position_ids": positions, "position_embeddings": rotary(x, position_ids=positions)}
+        output = self.inner(x, **arguments)
         state: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return state
 
@@ -252,12 +252,12 @@ class ModelFolder:
     Attributes:
         path: The folder.
         config: Configuration object of transformers.
-        named: Name in messages.
+        label: Name in messages.
     """
 
     path: Path
     config: Any
-    named: str
+    label: str
 
     def make(self, kind: str, new: tuple[str, ...] = ()) -> nn.Module:
         """Return the model in fp32, with the weights of the folder, or with random ones if the folder has none.
@@ -274,7 +274,7 @@ class ModelFolder:
         import transformers
 
         auto = getattr(transformers, kind)
-        with quiet(), refused(self.named, "give another folder, or mend it"):
+        with quiet(), transformers_errors(self.label, "use another folder, or fix this one"):
             if not any((self.path / name).is_file() for name in _WEIGHTS):
                 return auto.from_config(self.config, trust_remote_code=False).float()
             model, info = auto.from_pretrained(
@@ -287,21 +287,21 @@ class ModelFolder:
                 output_loading_info=True,
             )
         mismatched = {each[0] if isinstance(each, tuple) else each for each in info.get("mismatched_keys", ())}
-        lacking = [name for name in sorted({*info["missing_keys"], *mismatched}) if not name.startswith(new or "\0")]
-        if lacking:
-            more = f" and {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else ""
+        missing = [name for name in sorted({*info["missing_keys"], *mismatched}) if not name.startswith(new or "\0")]
+        if missing:
+            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             raise InputError(
-                f"{self.named}: the weights lack {', '.join(lacking[:_SHOWN])}{more} of a "
-                f"{type(model).__name__} of these sizes; give the folder of a whole one"
+                f"{self.label}: its weights lack {', '.join(missing[:_SHOWN])}{more}, which this "
+                f"{type(model).__name__} needs; use a folder with complete weights"
             )
         return model.float()
 
 
-def open_folder(named: str, path: str, options: Mapping[str, Any]) -> ModelFolder:
+def open_folder(label: str, path: str, options: Mapping[str, Any]) -> ModelFolder:
     """Read a folder's config.json.
 
     Args:
-        named: Setting that names the folder, for messages.
+        label: Setting that names the folder, for messages.
         path: The folder.
         options: Values that replace those of the configuration, by key.
 
@@ -312,38 +312,38 @@ def open_folder(named: str, path: str, options: Mapping[str, Any]) -> ModelFolde
     folder = Path(path).expanduser()
     if not path or not folder.is_dir():
         raise InputError(
-            f"{named}: there is no folder {path!r}; give a folder with a config.json (nothing is downloaded: "
-            "`hf download NAME --local-dir FOLDER` does that)"
+            f"{label}: there is no folder {path!r}; use a folder with a config.json (nothing is downloaded "
+            "here; `hf download NAME --local-dir FOLDER` downloads a model)"
         )
     if not (folder / "config.json").is_file():
-        raise InputError(f"{named}: {folder} has no config.json; give the folder that save_pretrained wrote")
+        raise InputError(f"{label}: {folder} has no config.json; use a folder that save_pretrained wrote")
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported; keeps it off the network
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks fork and share cores
     try:
         from transformers import AutoConfig
     except ImportError:
-        raise InputError(f'{named} needs the package transformers; pip install "mpitrain[hf]"') from None
-    with quiet(), refused(named, "mend its config.json"):
+        raise InputError(f'{label} needs the package transformers; pip install "mpitrain[hf]"') from None
+    with quiet(), transformers_errors(label, "fix its config.json"):
         config, unknown = AutoConfig.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, return_unused_kwargs=True, **options
         )
     if unknown:
-        raise refusal(f"{named}: model.options {sorted(unknown)} are no keys of its config.json; remove them")
-    return ModelFolder(folder, config, named)
+        raise refusal(f"{label}: model.options {sorted(unknown)} are not keys of its config.json; remove them")
+    return ModelFolder(folder, config, label)
 
 
 @contextmanager
-def refused(named: str, mend: str) -> Iterator[None]:
+def transformers_errors(label: str, fix: str) -> Iterator[None]:
     """Turn any error of transformers in the `with` block into an InputError of one line.
 
     Args:
-        named: Name of the folder in messages.
-        mend: Advice on what to do.
+        label: Name of the folder in messages.
+        fix: Advice on what to do.
     """
     try:
         yield
     except (Exception, SystemExit) as error:
-        raise InputError(f"{named}: {told(error)}; {mend}") from error
+        raise InputError(f"{label}: {told(error)}; {fix}") from error
 
 
 @contextmanager
@@ -362,8 +362,8 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-_BESIDE = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"]
-_BESIDE += ["chat_template*", "generation_config.json", "preprocessor_config.json", "processor_config.json"]
+_COPIED_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"]
+_COPIED_FILES += ["chat_template*", "generation_config.json", "preprocessor_config.json", "processor_config.json"]
 
 
 def save_folder(
@@ -387,7 +387,7 @@ def save_folder(
         if hasattr(config, "use_cache"):  # training switches it off
             config.use_cache = AutoConfig.from_pretrained(str(source), local_files_only=True).use_cache
         module.inner.save_pretrained(target, state_dict=dict(state), max_shard_size=shard)
-    for pattern in _BESIDE:
+    for pattern in _COPIED_FILES:
         for path in source.glob(pattern):
             if path.is_file() and not (target / path.name).exists():
                 shutil.copyfile(path, target / path.name)
@@ -409,13 +409,13 @@ class HuggingFaceModel(Facade):
 
     Args:
         module: Model of transformers.
-        named: Name in messages.
+        label: Name in messages.
         arguments: Function of an input that returns the module's arguments: the first one, and others by name.
     """
 
-    def __init__(self, module: Any, named: str, arguments: Callable[[torch.Tensor], Arguments] = lambda x: (x, {})):
+    def __init__(self, module: Any, label: str, arguments: Callable[[torch.Tensor], Arguments] = lambda x: (x, {})):
         super().__init__(module)
-        self.named, self._arguments = named, arguments
+        self.label, self._arguments = label, arguments
         self.criterion: Criterion = cross_entropy
         accepted = inspect.signature(type(module).forward).parameters
         self._constant = {"use_cache": False} if "use_cache" in accepted else {}
@@ -424,7 +424,7 @@ class HuggingFaceModel(Facade):
     def undivided(self) -> str:
         """Reason why the model cannot be divided into stages or over tensor ranks, and advice on what to do instead."""
         return (
-            f"{self.named}: how {type(self.inner).__name__} is divided is known for {one_of(sorted(FAMILIES))}; use "
+            f"{self.label}: {type(self.inner).__name__} cannot be divided, only {one_of(sorted(FAMILIES))}; use "
             "parallel.data and parallel.zero, and set parallel.pipeline and parallel.tensor to 1"
         )
 
@@ -448,7 +448,7 @@ class KnownLanguageModel(HuggingFaceModel):
 
     Args:
         module: Model of transformers.
-        named: Name in messages.
+        label: Name in messages.
         family: Properties of its family.
         sequence: Tokens per sample.
 
@@ -458,8 +458,8 @@ class KnownLanguageModel(HuggingFaceModel):
 
     counts_positions = True
 
-    def __init__(self, module: Any, named: str, family: Family, sequence: int) -> None:
-        super().__init__(module, named)
+    def __init__(self, module: Any, label: str, family: Family, sequence: int) -> None:
+        super().__init__(module, label)
         self._family, self._sequence = family, sequence
 
     def pipeline_blocks(self) -> Blocks:
@@ -468,14 +468,14 @@ class KnownLanguageModel(HuggingFaceModel):
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         if window is not None and window < self._sequence:
             raise refusal(
-                f"{self.named}: its attention sees {window} tokens, which stages of a pipeline cannot be told; set "
+                f"{self.label}: its attention is limited to {window} tokens, which a pipeline does not support; set "
                 f"model.sequence to {window}, or parallel.pipeline to 1"
             )
         attention = getattr(config, "_attn_implementation", "sdpa")
         if attention != "sdpa":
             raise refusal(
-                f"{self.named}: stages of a pipeline compute with attn_implementation sdpa, not {attention}; leave "
-                "it out of model.options, or set parallel.pipeline to 1"
+                f"{self.label}: a pipeline needs attn_implementation sdpa, not {attention}; remove it "
+                "from model.options, or set parallel.pipeline to 1"
             )
         return self._family.blocks(self)
 
@@ -498,8 +498,8 @@ def build_hugging_face(factory: str, description: Description, options: Mapping[
     Raises:
         InputError: The folder, transformers or the data do not fit; the message has one line.
     """
-    named = f"model.factory {factory}"
-    folder = open_folder(named, factory.removeprefix(PREFIX), options)
+    label = f"model.factory {factory}"
+    folder = open_folder(label, factory.removeprefix(PREFIX), options)
     if description.classes:
         folder.config.num_labels = len(description.classes)
     if description.kind == "tokens":
@@ -510,9 +510,9 @@ def build_hugging_face(factory: str, description: Description, options: Mapping[
         model = _sequence_classifier(folder, description)
     else:
         raise refusal(
-            f"{named} takes tokens, or images or rows of integers with classes, but the data are arrays of shape "
-            f"{tuple(description.x_shape)}{'' if description.classes else ' without classes'}; give other data, or a "
-            "model.factory of your own"
+            f"{label} takes tokens, or images or rows of integers with classes, but the data are arrays of shape "
+            f"{tuple(description.x_shape)}{'' if description.classes else ' without classes'}; use other data, or your "
+            "own model.factory"
         )
     return Task(model, model.loss)
 
@@ -521,27 +521,28 @@ def _language_model(folder: ModelFolder, description: Description) -> HuggingFac
     _require_architecture(folder, "CausalLM", "LMHead", data="tokens")
     if description.apart is not None:
         raise refusal(
-            f"{folder.named}: its attention cannot stay in documents; set data.documents joined, or use model.name gpt"
+            f"{folder.label}: its attention cannot stay within documents; set data.documents joined, or use model.name "
+            "gpt"
         )
     config, sequence = folder.config, description.x_shape[0]
     vocabulary, longest = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
     if vocabulary is not None and description.vocabulary is not None and description.vocabulary > vocabulary:
         raise refusal(
-            f"{folder.named} has a vocabulary of {vocabulary}, but the data's is {description.vocabulary}; prepare "
-            f"them with the tokenizer in {folder.path}"
+            f"{folder.label} has a vocabulary of {vocabulary}, but the data have {description.vocabulary} tokens; "
+            f"prepare them with the tokenizer in {folder.path}"
         )
     if longest is not None and sequence > longest:
         raise refusal(
-            f"{folder.named} has {longest} positions, but samples have {sequence} tokens; set model.sequence to "
+            f"{folder.label} has {longest} positions, but samples have {sequence} tokens; set model.sequence to "
             f"{longest} or less"
         )
     config.use_cache = False
     module = folder.make("AutoModelForCausalLM")
     family = FAMILIES.get(config.model_type)
     if family is None or getattr(config, "add_cross_attention", False):
-        model = HuggingFaceModel(module, folder.named)
+        model = HuggingFaceModel(module, folder.label)
     else:
-        model = KnownLanguageModel(module, folder.named, family, sequence)
+        model = KnownLanguageModel(module, folder.label, family, sequence)
     if description.masked:
         model.criterion = MaskedCrossEntropy()
     return model
@@ -552,21 +553,19 @@ def _image_classifier(folder: ModelFolder, description: Description) -> HuggingF
     channels, sides, last = image_form(description.x_shape)
     model_channels = getattr(folder.config, "num_channels", channels)
     if channels not in (1, model_channels):
-        raise refusal(
-            f"{folder.named} takes {model_channels} channels, but the images have {channels}; give other data"
-        )
+        raise refusal(f"{folder.label} takes {model_channels} channels, but the images have {channels}; use other data")
     size = getattr(folder.config, "image_size", None)
     if isinstance(size, int) and sides != (size, size):
         raise refusal(
-            f"{folder.named} takes images of {size} x {size}, but the data's are {sides[0]} x {sides[1]}; give others, "
-            f"or set model.options.image_size to {sides[0]} for new weights"
+            f"{folder.label} takes images of {size} x {size}, but the data have {sides[0]} x {sides[1]}; prepare "
+            f"them with --size {size}, or set model.options.image_size to {sides[0]} for new weights"
         )
 
     def arguments(x: torch.Tensor) -> Arguments:
         x = x.unsqueeze(1) if x.dim() == 3 else x.movedim(-1, 1) if last else x
         return (x.expand(-1, model_channels, -1, -1) if x.shape[1] == 1 else x), {}  # grey images are repeated
 
-    return HuggingFaceModel(folder.make("AutoModelForImageClassification", new=_HEADS), folder.named, arguments)
+    return HuggingFaceModel(folder.make("AutoModelForImageClassification", new=_HEADS), folder.label, arguments)
 
 
 def _sequence_classifier(folder: ModelFolder, description: Description) -> HuggingFaceModel:
@@ -574,14 +573,14 @@ def _sequence_classifier(folder: ModelFolder, description: Description) -> Huggi
     padding = folder.config.pad_token_id
     if padding is None:
         raise refusal(
-            f"{folder.named}: its config.json has no pad_token_id, by which the end of a sample is found; set "
+            f"{folder.label}: its config.json has no pad_token_id, which marks the end of a sample; set "
             "model.options.pad_token_id"
         )
 
     def arguments(x: torch.Tensor) -> Arguments:
         return x, {"attention_mask": (x != padding).long()}
 
-    return HuggingFaceModel(folder.make("AutoModelForSequenceClassification", new=_HEADS), folder.named, arguments)
+    return HuggingFaceModel(folder.make("AutoModelForSequenceClassification", new=_HEADS), folder.label, arguments)
 
 
 def _require_architecture(folder: ModelFolder, *endings: str, data: str) -> None:
@@ -589,6 +588,6 @@ def _require_architecture(folder: ModelFolder, *endings: str, data: str) -> None
     architectures = getattr(folder.config, "architectures", None) or []
     if architectures and not any(ending in name for name in architectures for ending in endings):
         raise refusal(
-            f"{folder.named} is a {architectures[0]}, but the data are {data}; give the folder of a model for these "
-            f"(its config.json names one ...{endings[0]})"
+            f"{folder.label} is a {architectures[0]}, but the data are {data}; use a folder whose config.json "
+            f"names a model ...{endings[0]}"
         )

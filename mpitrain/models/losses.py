@@ -21,7 +21,7 @@ def cross_entropy(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         output: Scores [..., classes], any float dtype.
         y: Class indices [...], int64.
     """
-    return functional.cross_entropy(widened(output).flatten(0, -2), y.flatten())
+    return functional.cross_entropy(widen(output).flatten(0, -2), y.flatten())
 
 
 class MaskedCrossEntropy(nn.Module):
@@ -39,7 +39,7 @@ class MaskedCrossEntropy(nn.Module):
 
     def forward(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         each = functional.cross_entropy(
-            widened(output).flatten(0, -2), y.flatten(), ignore_index=UNCOUNTED, reduction="none"
+            widen(output).flatten(0, -2), y.flatten(), ignore_index=UNCOUNTED, reduction="none"
         )
         counted = (y != UNCOUNTED).flatten(1).sum(1).clamp(min=1)
         return (each.view(len(y), -1).sum(1) / counted).mean()
@@ -71,7 +71,7 @@ class WeightedCrossEntropy:
         if not torch.is_grad_enabled():
             return cross_entropy(output, y)
         self.weights, self.scale = self.weights.to(output.device), self.scale.to(output.device)
-        scores = widened(output).flatten(0, -2)
+        scores = widen(output).flatten(0, -2)
         total = functional.cross_entropy(scores, y.flatten(), weight=self.weights.to(scores.dtype), reduction="sum")
         return total * self.scale / y.numel()
 
@@ -85,13 +85,13 @@ def squared_error(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         output: Predictions [batch, values], any float dtype.
         y: Targets, in any shape with the same number of values per sample.
     """
-    output = widened(output)
+    output = widen(output)
     return functional.mse_loss(output, y.reshape(output.shape).to(output.dtype))
 
 
 squared_error.counted = len  # type: ignore[attr-defined]  # samples, even if y has an integer dtype
 
 
-def widened(x: torch.Tensor) -> torch.Tensor:
+def widen(x: torch.Tensor) -> torch.Tensor:
     """Return x in at least fp32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

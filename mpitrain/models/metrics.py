@@ -6,8 +6,8 @@ of the total. So each sample counts once, for any number of ranks:
     sums(output, y)      sums of one microbatch; added over microbatches and ranks
     value(sums)          the metric of all samples
 
-Metrics of classes and tokens use a few numbers per target (`Judged`) instead of its scores. These numbers are computed
-once for all metrics, and ranks that have parts of the scores exchange only them.
+Metrics of classes and tokens use a few numbers per target (`TargetResults`) instead of its scores. These numbers are
+computed once for all metrics, and ranks that have parts of the scores exchange only them.
 
 Precision, recall, F1 and AUROC are defined as in scikit-learn, and exact for any number of ranks. For a class c, tp
 counts the samples of c that were classified as c, `guessed` all samples classified as c, and `actual` all samples of c.
@@ -31,7 +31,7 @@ import torch
 
 from mpitrain.choices import OfClasses
 from mpitrain.errors import refusal
-from mpitrain.models.losses import UNCOUNTED, widened
+from mpitrain.models.losses import UNCOUNTED, widen
 
 if TYPE_CHECKING:
     from mpitrain.data import Description
@@ -41,7 +41,7 @@ FIRST = 5  # number of best classes that top-k accuracy accepts
 
 
 @dataclass(frozen=True)
-class Judged:
+class TargetResults:
     """Results of comparing the scores of each target with its class. All shapes are [targets].
 
     Attributes:
@@ -76,11 +76,11 @@ class Measure(ABC):
         return {self.name: self.higher}
 
 
-class Collected(Measure):
+class SampleMetric(Measure):
     """A measure that needs more than sums over samples.
 
-    An evaluation calls `begin`, then `see` for each output on the ranks of the last pipeline stage, then `figures` on
-    these ranks.
+    An evaluation calls `begin`, then `update` for each output on the ranks of the last pipeline stage, then `figures`
+    on these ranks.
     """
 
     @abstractmethod
@@ -88,7 +88,7 @@ class Collected(Measure):
         """Forget all earlier samples."""
 
     @abstractmethod
-    def see(self, output: Any, y: torch.Tensor) -> None:
+    def update(self, output: Any, y: torch.Tensor) -> None:
         """Add some samples: the whole output of the model, and the targets.
 
         Args:
@@ -137,7 +137,7 @@ class Metric(Measure):
         return {self.name: self.value(sums)}
 
 
-class OfScores(Metric):
+class ScoreMetric(Metric):
     """A metric of classes. The output is scores [..., classes], and y is class numbers [...].
 
     Args:
@@ -154,55 +154,57 @@ class OfScores(Metric):
         """Return the sums over the samples of a microbatch, float64 [size], on the device of the output.
 
         Args:
-            output: Scores [..., classes], or `Judged` targets.
+            output: Scores [..., classes], or `TargetResults`.
             y: Class numbers [...].
         """
-        return self.of(output if isinstance(output, Judged) else judged(output, y, top=self.top))
+        return self.target_sums(
+            output if isinstance(output, TargetResults) else compare_targets(output, y, top=self.top)
+        )
 
     def value(self, sums: torch.Tensor) -> float:
         part, count = sums.tolist()
         return part / count if count else math.nan
 
     @abstractmethod
-    def of(self, told: Judged) -> torch.Tensor:
-        """Return the sums over judged targets."""
+    def target_sums(self, results: TargetResults) -> torch.Tensor:
+        """Return the sums over some targets."""
 
 
-class Accuracy(OfScores):
+class Accuracy(ScoreMetric):
     """Fraction of counted targets whose class has the largest score, 0 to 1."""
 
     def __init__(self, classes: int, name: str = "accuracy") -> None:
         super().__init__(classes)
         self.name = name
 
-    def of(self, told: Judged) -> torch.Tensor:
-        return _shares((told.guess == told.y) & told.counted, told.counted)
+    def target_sums(self, results: TargetResults) -> torch.Tensor:
+        return _part_and_count((results.guess == results.y) & results.counted, results.counted)
 
 
-class TopAccuracy(OfScores):
+class TopAccuracy(ScoreMetric):
     """Fraction of counted targets whose class is among the `FIRST` largest scores, 0 to 1."""
 
     name, top = f"top{FIRST}_accuracy", True
 
-    def of(self, told: Judged) -> torch.Tensor:
-        assert told.above is not None
-        return _shares((told.above < FIRST) & told.counted, told.counted)
+    def target_sums(self, results: TargetResults) -> torch.Tensor:
+        assert results.above is not None
+        return _part_and_count((results.above < FIRST) & results.counted, results.counted)
 
 
-class Perplexity(OfScores):
+class Perplexity(ScoreMetric):
     """Exponential of the mean cross-entropy of all counted tokens."""
 
     name, higher = "perplexity", False
 
-    def of(self, told: Judged) -> torch.Tensor:
-        return _shares(told.nats.where(told.counted, 0.0), told.counted)
+    def target_sums(self, results: TargetResults) -> torch.Tensor:
+        return _part_and_count(results.nats.where(results.counted, 0.0), results.counted)
 
     def value(self, sums: torch.Tensor) -> float:
         mean = super().value(sums)
         return math.exp(mean) if mean < 700 else math.inf if mean > 0 else math.nan
 
 
-class Confusion(OfScores):
+class Confusion(ScoreMetric):
     """Confusion matrix: the number of targets of each class that were classified as each class; see `matrix`."""
 
     name, counts, exact = "confusion", True, True
@@ -211,8 +213,8 @@ class Confusion(OfScores):
         super().__init__(classes)
         self.size = classes * classes
 
-    def of(self, told: Judged) -> torch.Tensor:
-        return _tally(told.y.where(told.counted, 0) * self.classes + told.guess, told.counted, self.size)
+    def target_sums(self, results: TargetResults) -> torch.Tensor:
+        return _tally(results.y.where(results.counted, 0) * self.classes + results.guess, results.counted, self.size)
 
     def figures(self, sums: torch.Tensor) -> dict[str, float]:
         return {}
@@ -262,7 +264,7 @@ class RMSE(R2):
         return float((sums[: self.numbers] / count).sqrt().mean()) if count else math.nan
 
 
-def judged(scores: torch.Tensor, y: torch.Tensor, *, top: bool = False) -> Judged:
+def compare_targets(scores: torch.Tensor, y: torch.Tensor, *, top: bool = False) -> TargetResults:
     """Compare scores with the classes of their targets.
 
     Args:
@@ -270,12 +272,12 @@ def judged(scores: torch.Tensor, y: torch.Tensor, *, top: bool = False) -> Judge
         y: Class numbers [...].
         top: If true, also count the classes with scores not below that of the right class (`above`).
     """
-    scores, y = widened(scores).reshape(-1, scores.shape[-1]), y.reshape(-1)
+    scores, y = widen(scores).reshape(-1, scores.shape[-1]), y.reshape(-1)
     counted = y != UNCOUNTED
     right = scores.gather(-1, y.where(counted, 0).unsqueeze(-1))
     nats = scores.logsumexp(-1) - right.squeeze(-1)
     above = (~(scores < right)).sum(-1) - 1 if top else None  # NaN scores count as above
-    return Judged(nats, scores.argmax(-1), above, y, counted)
+    return TargetResults(nats, scores.argmax(-1), above, y, counted)
 
 
 def fits(metric: Metric, output: Any, y: Any) -> bool:
@@ -288,7 +290,7 @@ def fits(metric: Metric, output: Any, y: Any) -> bool:
     """
     if not (isinstance(output, torch.Tensor) and isinstance(y, torch.Tensor) and output.is_floating_point()):
         return False
-    if isinstance(metric, OfScores):
+    if isinstance(metric, ScoreMetric):
         more = output.shape[-1] - metric.classes  # the head may have unused scores
         return are_scores(output, y) and (more == 0 or (more > 0 and not metric.exact))
     return output.numel() == y.numel()
@@ -304,7 +306,7 @@ def are_scores(output: torch.Tensor, y: torch.Tensor) -> bool:
     return output.shape[:-1] == y.shape and output.dim() > y.dim() and not y.is_floating_point()
 
 
-def _shares(part: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+def _part_and_count(part: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     return torch.stack([part.sum(dtype=torch.float64), counted.sum(dtype=torch.float64)])
 
 
@@ -316,18 +318,18 @@ def _tally(places: torch.Tensor, counted: torch.Tensor, size: int) -> torch.Tens
 Counts = torch.Tensor  # float64 [3, classes]: tp, guessed, actual
 
 
-def _share(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def _ratio(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return torch.where(whole > 0, part / whole.clamp(min=1), 0.0)
 
 
 EACH: dict[str, Callable[[Counts], torch.Tensor]] = {  # values of each class, float64 [classes]
-    "precision": lambda counts: _share(counts[0], counts[1]),
-    "recall": lambda counts: _share(counts[0], counts[2]),
-    "f1": lambda counts: _share(2 * counts[0], counts[1] + counts[2]),
+    "precision": lambda counts: _ratio(counts[0], counts[1]),
+    "recall": lambda counts: _ratio(counts[0], counts[2]),
+    "f1": lambda counts: _ratio(2 * counts[0], counts[1] + counts[2]),
 }
 
 
-class OfCounts(OfScores):
+class CountMetric(ScoreMetric):
     """One figure of all classes: the macro mean of an entry of `EACH`, or "f1_micro".
 
     Args:
@@ -341,10 +343,10 @@ class OfCounts(OfScores):
         super().__init__(len(classes))
         self.names, self.name, self.size = tuple(classes), name, 3 * len(classes)
 
-    def of(self, told: Judged) -> torch.Tensor:
-        right = told.counted & (told.guess == told.y)
-        y = told.y.where(told.counted, 0)
-        counted = (y, right), (told.guess, told.counted), (y, told.counted)
+    def target_sums(self, results: TargetResults) -> torch.Tensor:
+        right = results.counted & (results.guess == results.y)
+        y = results.y.where(results.counted, 0)
+        counted = (y, right), (results.guess, results.counted), (y, results.counted)
         return torch.cat([_tally(at, some, self.classes) for at, some in counted])
 
     def value(self, sums: torch.Tensor) -> float:
@@ -354,7 +356,7 @@ class OfCounts(OfScores):
         return float(EACH[self.name.removesuffix("_macro")](counts)[counts[1:].sum(0) > 0].mean())
 
 
-class PerClass(OfCounts):
+class PerClass(CountMetric):
     """Precision, recall and F1 of each class."""
 
     def __init__(self, classes: Sequence[str]) -> None:
@@ -372,7 +374,7 @@ class PerClass(OfCounts):
         return result
 
 
-class AUROC(Collected):
+class AUROC(SampleMetric):
     """Area under the receiver operating characteristic; for two classes, that of the second class.
 
     For more classes it is the mean over the classes, each against all others; classes that no sample or every sample
@@ -397,11 +399,11 @@ class AUROC(Collected):
     def begin(self) -> None:
         self._rows: list[torch.Tensor] = []  # float64 [samples, classes + 1]: probabilities, then the right class
 
-    def see(self, output: Any, y: torch.Tensor) -> None:
+    def update(self, output: Any, y: torch.Tensor) -> None:
         classes = len(self.names)
         if not isinstance(output, torch.Tensor) or not are_scores(output, y) or output.shape[-1] != classes:
             return
-        chances = widened(output).reshape(-1, classes).double().softmax(1)
+        chances = widen(output).reshape(-1, classes).double().softmax(1)
         right = y.reshape(-1, 1)
         self._rows.append(torch.cat([chances, right.double()], 1)[(right != UNCOUNTED)[:, 0]].cpu())
 
@@ -412,14 +414,14 @@ class AUROC(Collected):
         for number in range(len(self.names)) if len(self.names) > 2 else [1]:
             positive = rows[:, -1] == number
             if 0 < int(positive.sum()) < len(rows):
-                areas[self.names[number]] = area(rows[:, number], positive)
+                areas[self.names[number]] = area_under_curve(rows[:, number], positive)
         if not areas:
             return {}
         each = {f"auroc of {name}": value for name, value in areas.items()} if self.each else {}
         return {"auroc": sum(areas.values()) / len(areas)} | each
 
 
-def area(scores: torch.Tensor, positive: torch.Tensor) -> float:
+def area_under_curve(scores: torch.Tensor, positive: torch.Tensor) -> float:
     """Return the probability that a positive sample has a larger score than a negative one; equal scores count as half.
 
     Args:
@@ -432,7 +434,7 @@ def area(scores: torch.Tensor, positive: torch.Tensor) -> float:
     return float((above * smaller).sum() / (above.sum() * below.sum()))
 
 
-def of_classes(name: OfClasses, classes: Sequence[str], *, each: bool) -> OfCounts | AUROC:
+def measure_of_classes(name: OfClasses, classes: Sequence[str], *, each: bool) -> CountMetric | AUROC:
     """Return the measure of a given name.
 
     Args:
@@ -442,7 +444,7 @@ def of_classes(name: OfClasses, classes: Sequence[str], *, each: bool) -> OfCoun
     """
     if name == "auroc":
         return AUROC(classes, each=each)
-    return PerClass(classes) if name == "per_class" else OfCounts(classes, name)
+    return PerClass(classes) if name == "per_class" else CountMetric(classes, name)
 
 
 FEW = 20  # largest number of classes for which `mpitrain.evaluate` reports each class by default
@@ -474,7 +476,7 @@ def measures_of(description: Description, *, more: bool = False) -> list[Measure
         measures.append(TopAccuracy(size))
     if more and description.classes:
         names: list[OfClasses] = ["f1", "precision", "recall", *(["auroc", "per_class"] if size <= FEW else [])]  # type: ignore[list-item]
-        measures += [of_classes(name, description.classes, each=True) for name in names]
+        measures += [measure_of_classes(name, description.classes, each=True) for name in names]
         measures.append(Confusion(size))
     return measures
 
@@ -494,12 +496,14 @@ def named_measures(names: Sequence[str], description: Description) -> list[Measu
     measures: list[Measure] = []
     for name in dict.fromkeys(names):
         if name in OF_CLASSES and description.classes:
-            measures.append(of_classes(name, description.classes, each="per_class" in names))
+            measures.append(measure_of_classes(name, description.classes, each="per_class" in names))
         elif name in possible and name not in OF_CLASSES:
             measures += [possible[name]] if name not in usual else []
         else:
             kind = description.kind if description.kind == "tokens" else "classes" if description.classes else "numbers"
             choices = [n for n in possible if n not in OF_CLASSES and n != Confusion.name]
             choices += OF_CLASSES if description.classes else ()
-            raise refusal(f"train.metrics {name} is not of {kind}, which the targets are; choose {', '.join(choices)}")
+            raise refusal(
+                f"train.metrics {name} is not available for targets that are {kind}; choose {', '.join(choices)}"
+            )
     return measures

@@ -74,7 +74,7 @@ class ResNet(BlockModel):
 
     undivided = (
         "model.name resnet cannot be divided over tensor ranks: its layers are convolutions, whose activations are "
-        "larger than their weights, so that the ranks would wait for sums of them; set parallel.tensor to 1 and use "
+        "larger than their weights, so the ranks would wait for sums of them; set parallel.tensor to 1 and use "
         "parallel.data or parallel.pipeline"
     )
 

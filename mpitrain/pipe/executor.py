@@ -15,7 +15,7 @@ import torch
 
 from mpitrain.comm import Work
 from mpitrain.errors import InputError
-from mpitrain.layers.loss_terms import nothing
+from mpitrain.layers.loss_terms import zero_loss
 from mpitrain.pipe.schedule import (
     Backward,
     BackwardInput,
@@ -181,7 +181,7 @@ class Executor:
         targets, weight = self._batch.targets[microbatch], self._batch.weights[microbatch]
         if self._batch.seen is not None:
             self._batch.seen(output, targets)
-        return self.loss(output, targets) * weight if weight else nothing(output)
+        return self.loss(output, targets) * weight if weight else zero_loss(output)
 
     def _backward(
         self, run: Half, kept: Callable[[tuple[int, int]], Kept], number: int, stage: Stage, microbatch: int

@@ -20,7 +20,7 @@ from torch import nn
 
 from mpitrain.comm.memory import device as devices
 from mpitrain.errors import InputError, refusal
-from mpitrain.layers.loss_terms import Counts, numbers, shares_of
+from mpitrain.layers.loss_terms import Counts, shares_of, to_floats
 from mpitrain.layout.boxes import split
 from mpitrain.pipe.wire import as_tuple, look, mapped
 
@@ -222,7 +222,7 @@ def slice_sequences(
             shares.append(weight * (hi - lo) / length)
     if counts is None:
         return sliced, shares
-    each = numbers(counts(y) for _, y in sliced)
+    each = to_floats(counts(y) for _, y in sliced)
     parts = [each[first : first + slices] for first in range(0, len(each), slices)]
     weighted = [(weight, part) for weight, of_one in zip(weights, parts, strict=True) for part in shares_of(of_one)]
     return sliced, [weight * part for weight, part in weighted]

@@ -23,7 +23,7 @@ from torch import nn
 
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError, refusal
-from mpitrain.layers.loss_terms import Counts, numbers, shares_of
+from mpitrain.layers.loss_terms import Counts, shares_of, to_floats
 from mpitrain.layout.boxes import split
 from mpitrain.layout.mesh import Mesh
 from mpitrain.pipe.executor import Executor, Known, Loss, PipelineBatch, Seen, Watched
@@ -164,7 +164,7 @@ class Pipeline:
             parts = [(x[lo:hi], y[lo:hi]) for lo, hi in pairwise(bounds)]
             shares = [len(part) / len(x) for part, _ in parts] if len(x) else [1.0]
             if self.counted is not None:
-                shares = shares_of(numbers(self.counted(targets) for _, targets in parts))
+                shares = shares_of(to_floats(self.counted(targets) for _, targets in parts))
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:

@@ -34,7 +34,7 @@ def values_from(results: dict[int, Any], quick: bool) -> Values:
     """
     first = next(of for of in results.values() if "cores" in of)
     cores, nodes = first["cores"]["cores"], len(set(first["nodes"]))
-    how = "quickly, the figures mean little" if quick else f"at {' and '.join(map(str, results))} ranks"
+    how = "quickly, so the figures are inaccurate" if quick else f"at {' and '.join(map(str, results))} ranks"
     values: Values = {
         "name": f"{first['machine'] or 'machine'}, {counted(cores, 'core')}",
         "origin": f"measured {time.strftime('%Y-%m-%d')} on {counted(nodes, 'node')}, {how}",

@@ -15,7 +15,7 @@ from torch import nn
 
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device
-from mpitrain.data.on_device import mapped
+from mpitrain.data.on_device import map_tensors
 from mpitrain.errors import InputError, MpitrainError, refusal
 from mpitrain.storage.text import short
 from mpitrain.trainer.folder import agree_on_errors
@@ -114,7 +114,7 @@ def to_device(value: Any, target: torch.device) -> Any:
     """
     if not device.is_accelerator(target):
         return value
-    return mapped(lambda t: t if device.is_accelerator(t.device) else _copy_to(t, target), value)
+    return map_tensors(lambda t: t if device.is_accelerator(t.device) else _copy_to(t, target), value)
 
 
 def _copy_to(tensor: torch.Tensor, to: torch.device) -> torch.Tensor:

@@ -23,8 +23,8 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device
 from mpitrain.config.settings import Config
 from mpitrain.errors import refusal
-from mpitrain.layers.loss_terms import Count, Counts, LossTerms, nothing, numbers, samples_in
-from mpitrain.layers.precision import DTYPES, convert, narrowed
+from mpitrain.layers.loss_terms import Count, Counts, LossTerms, samples_in, to_floats, zero_loss
+from mpitrain.layers.precision import DTYPES, cast_input, convert
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.layout.ownership import Division
 from mpitrain.monitor.parts import StepClock
@@ -168,7 +168,7 @@ class Engine:
         self.module, self.loss, self.optimizer, self.comm = module, loss, optimizer, comm
         self.config, self.clip, self.precision = config, config.train.clip, config.train.precision
         self._reduce_dtype, division = reduce_dtype, division or Division()
-        others = [other for other in division.others.values() if other.size > 1]
+        others = [other for other in division.model_axes.values() if other.size > 1]
         dividing = division.dividing()
         if dividing:  # each rank has parts of matrices
             check_elementwise(optimizer, gathered=True, otherwise=f"parallel.{next(iter(dividing))} 1")
@@ -228,14 +228,14 @@ class Engine:
             output = self.module(x)
             if on_output is not None:
                 on_output(output, y)
-            return nothing(output) if empty else self.loss(output, y)
+            return zero_loss(output) if empty else self.loss(output, y)
 
         return self.compute(loss, x)
 
     def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return function(*args, **kwargs), computed in the engine's precision, with its arguments cast to it."""
-        args = tuple(narrowed(a, self.precision) for a in args)
-        kwargs = {name: narrowed(a, self.precision) for name, a in kwargs.items()}
+        args = tuple(cast_input(a, self.precision) for a in args)
+        kwargs = {name: cast_input(a, self.precision) for name, a in kwargs.items()}
         cast = torch.autocast(self.device.type, DTYPES[self.precision]) if self.precision != "fp32" else nullcontext()
         with cast, self._metered():
             return function(*args, **kwargs)
@@ -333,7 +333,7 @@ class Engine:
         """
         if self.counted is None:
             return list(shares)
-        counts = numbers(self.counted(y) for y in targets)
+        counts = to_floats(self.counted(y) for y in targets)
         sums = torch.tensor([sum(counts), sum(shares)], dtype=torch.float64)
         self.comm.all_reduce(sums, reproducible=True)
         total, here = sums.tolist()
@@ -358,7 +358,7 @@ class Engine:
         assert pipeline is not None
         self.sharding.reducer.enabled = False
         scaled = [weight * self.scale.value for weight in weights]
-        cast = [(narrowed(x, self.precision), y) for x, y in microbatches]
+        cast = [(cast_input(x, self.precision), y) for x, y in microbatches]
         pipeline.counted = self.counted
         self.terms.weigh(0.0, self.scale.value)
         loss = self.compute(lambda: pipeline.forward_backward(cast, scaled, shares))
@@ -444,7 +444,7 @@ class Engine:
         if self.counted is None:
             return loss
         some = torch.as_tensor(self.counted(y), device=loss.device) > 0
-        return torch.where(some, loss, 0.0)  # instead of NaN: see `nothing`
+        return torch.where(some, loss, 0.0)  # instead of NaN: see `zero_loss`
 
     def count(self, x: Any, y: Any) -> Count:
         """Return the count that a microbatch's mean loss is over: targets that are not masked, or samples.

@@ -18,7 +18,7 @@ from mpitrain.comm.algorithms.messages import ring_all_reduce, tree_all_reduce
 from mpitrain.comm.inspection import PlainMPI
 from mpitrain.comm.programs.program import Machine, simulate
 from mpitrain.speeds.links import Probes
-from mpitrain.speeds.timing import interleaved
+from mpitrain.speeds.timing import measure_in_turns
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -112,7 +112,7 @@ def test_ranks_without_a_core_wait_only_for_busy_ranks():
 def test_the_probes_return_speeds(world):
     plain, arena = PlainMPI(world), world.arena(64 * KIB)
     probes = Probes(world, plain, arena)
-    times = interleaved(world, probes.contenders, repeats=3)
+    times = measure_in_turns(world, probes.contenders, repeats=3)
     machine = probes.machine({name: of.median for name, of in times.items()})
     for speed in (machine.local_bandwidth, machine.copy_rate, machine.reduce_rate):
         assert 1e6 < speed < 1e13

@@ -15,13 +15,13 @@ from mpitrain.data.format import read_manifest
 from mpitrain.data.sources import held_out_mask
 
 
-def everything(folder, split="train"):
+def read_split(folder, split="train"):
     data = open_dataset(folder, split)
     return data.read(np.arange(len(data)))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "given", "factor"),
+    ("dtype", "returned_dtype", "factor"),
     [
         ("float16", np.float32, 1),
         ("float32", np.float32, 1),
@@ -35,14 +35,14 @@ def everything(folder, split="train"):
         ("int64", np.int64, 1),
     ],
 )
-def test_npy_round_trip(arrays_set, dtype, given, factor):
+def test_npy_round_trip(arrays_set, dtype, returned_dtype, factor):
     x = (np.arange(40 * 6).reshape(40, 2, 3) % (2 if dtype == "bool" else 120)).astype(dtype)
     y = np.linspace(-1, 1, 40)
     folder = arrays_set(x, y)
-    got_x, got_y = everything(folder)
-    assert got_x.dtype == given
+    got_x, got_y = read_split(folder)
+    assert got_x.dtype == returned_dtype
     assert got_y.dtype == np.float32
-    np.testing.assert_allclose(got_x, x.astype(given) * given(factor), rtol=1e-6)
+    np.testing.assert_allclose(got_x, x.astype(returned_dtype) * returned_dtype(factor), rtol=1e-6)
     np.testing.assert_allclose(got_y, y, rtol=1e-6)
     with h5py.File(folder / "train-00000.h5") as shard:  # any HDF5 tool sees the values as they were
         assert np.array_equal(shard["x"][...], x)
@@ -52,7 +52,7 @@ def test_npy_round_trip(arrays_set, dtype, given, factor):
 def test_arrays_in_fortran_order_keep_their_rows(arrays_set):
     x = np.asfortranarray(np.arange(60.0).reshape(20, 3))
     folder = arrays_set(x, np.zeros(20, np.int64))
-    assert np.array_equal(everything(folder)[0], x)
+    assert np.array_equal(read_split(folder)[0], x)
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
@@ -61,19 +61,19 @@ def test_npz_round_trip_over_several_blocks(tmp_path, command, save):
     y = np.arange(3000) % 7
     save(tmp_path / "a.npz", X=x, y=y)
     assert command("prepare", tmp_path / "a.npz", "--out", tmp_path / "set", "--held-out", 0)[0] == 0
-    got_x, got_y = everything(tmp_path / "set")
+    got_x, got_y = read_split(tmp_path / "set")
     assert np.array_equal(got_x, x)
     assert np.array_equal(got_y, y)
     assert got_y.dtype == np.int64
     assert read_manifest(tmp_path / "set").splits["train"].class_counts == tuple(np.bincount(y))
 
 
-def test_test_arrays_are_held_out(tmp_path, command):
+def test_arrays_named_test_are_held_out(tmp_path, command):
     x = np.arange(10.0)[:, None]
     np.savez(tmp_path / "a.npz", x_train=x, y_train=x[:, 0] > 4, x_test=-x[:3], y_test=np.zeros(3, bool))
     assert command("prepare", tmp_path / "a.npz", "--out", tmp_path / "set")[0] == 0
-    assert np.array_equal(everything(tmp_path / "set")[0], x)
-    assert np.array_equal(everything(tmp_path / "set", "held_out")[0], -x[:3])
+    assert np.array_equal(read_split(tmp_path / "set")[0], x)
+    assert np.array_equal(read_split(tmp_path / "set", "held_out")[0], -x[:3])
 
 
 def test_classes_and_vocabulary_are_counted(arrays_set, command):
@@ -92,13 +92,13 @@ def test_classes_and_vocabulary_are_counted(arrays_set, command):
 def test_targets_of_two_dimensions(arrays_set):
     x, y = np.zeros((6, 2)), np.arange(24.0).reshape(6, 2, 2)
     folder = arrays_set(x, y)
-    assert np.array_equal(everything(folder)[1], y)
+    assert np.array_equal(read_split(folder)[1], y)
     assert open_dataset(folder).description.y_shape == (2, 2)
     assert open_dataset(folder).description.classes is None
 
 
 @pytest.mark.parametrize("labels", ["sorted", "in turn"])
-def test_held_out_rows_have_every_class_sorted_or_in_turn(arrays_set, labels):
+def test_held_out_rows_have_every_class_for_sorted_and_alternating_input(arrays_set, labels):
     classes = np.repeat(np.arange(10), 200) if labels == "sorted" else np.arange(2000) % 10
     rows = np.arange(2000.0)[:, None]
     folder = arrays_set(rows, classes, held_out=0.05)
@@ -106,7 +106,7 @@ def test_held_out_rows_have_every_class_sorted_or_in_turn(arrays_set, labels):
     assert held_out.rows == 100
     assert train.rows == 1900
     assert min(held_out.class_counts) >= 3
-    both = np.concatenate([everything(folder)[0], everything(folder, "held_out")[0]])
+    both = np.concatenate([read_split(folder)[0], read_split(folder, "held_out")[0]])
     assert np.array_equal(np.sort(both[:, 0]), rows[:, 0])
 
 
@@ -117,7 +117,7 @@ def test_a_few_rows_have_one_held_out(arrays_set):
 
 @settings(max_examples=80, deadline=None)
 @given(total=st.integers(0, 400), fraction=st.floats(0, 0.5), cuts=st.lists(st.integers(0, 400), max_size=5))
-def test_who_is_held_out_does_not_depend_on_the_blocks(total, fraction, cuts):
+def test_held_out_rows_do_not_depend_on_the_block_size(total, fraction, cuts):
     whole = held_out_mask(0, total, fraction)
     edges = sorted({0, total, *(cut for cut in cuts if cut < total)})
     parts = [held_out_mask(a, b - a, fraction) for a, b in pairwise(edges)]
@@ -164,13 +164,13 @@ class TestRefused:
             np.save(folder / f"{name}.npy", array)
         return [folder / f"{name}.npy" for name in arrays]
 
-    def test_y_missing(self, tmp_path, refused):
-        assert "holds x: y is missing" in refused(*self.save(tmp_path, x=np.zeros(3)))
+    def test_a_missing_y_is_named(self, tmp_path, refused):
+        assert "has x, but not y" in refused(*self.save(tmp_path, x=np.zeros(3)))
 
-    def test_different_lengths(self, tmp_path, refused):
+    def test_arrays_of_different_lengths(self, tmp_path, refused):
         message = refused(*self.save(tmp_path, x=np.zeros((3, 2)), y=np.zeros(4)))
         assert "x.npy has the shape (3, 2)" in message
-        assert "y.npy has (4,); give both as many rows" in message
+        assert "y.npy has (4,); save equal numbers of rows" in message
 
     def test_no_rows(self, tmp_path, refused):
         assert "x.npy is empty (shape (0, 2)" in refused(*self.save(tmp_path, x=np.zeros((0, 2)), y=np.zeros(0)))
@@ -184,23 +184,23 @@ class TestRefused:
         np.savez(tmp_path / "a.npz", x=array, y=np.zeros(2))
         np.save(tmp_path / "x.npy", array)
         np.save(tmp_path / "y.npy", np.zeros(2))
-        assert "holds Python objects, which are never loaded" in refused(tmp_path / "a.npz")
+        assert "contains Python objects, which are never loaded" in refused(tmp_path / "a.npz")
         assert "is not a plain .npy array" in refused(tmp_path / "x.npy", tmp_path / "y.npy")
         assert not (tmp_path / "pwned").exists()
 
-    def test_a_dtype_without_meaning(self, tmp_path, refused):
+    def test_an_unsupported_dtype(self, tmp_path, refused):
         for array in (np.zeros(3, complex), np.array(["a", "b", "c"]), np.zeros(3, np.uint64)):
             message = refused(*self.save(tmp_path, x=array, y=np.zeros(3)))
             assert f"x.npy has the dtype {array.dtype}; save it as" in message
 
-    def test_a_file_that_is_no_array(self, tmp_path, refused):
+    def test_a_file_that_is_not_an_array(self, tmp_path, refused):
         x, y = self.save(tmp_path, x=np.zeros(3), y=np.zeros(3))
         x.write_bytes(b"hello")
         assert "x.npy is not a plain .npy array" in refused(x, y)
         (tmp_path / "a.npz").write_bytes(b"hello")
-        assert "a.npz is not a whole .npz file" in refused(tmp_path / "a.npz")
+        assert "a.npz is not a complete .npz file" in refused(tmp_path / "a.npz")
 
-    def test_a_file_cut_off(self, tmp_path, refused):
+    def test_a_truncated_file(self, tmp_path, refused):
         x, y = self.save(tmp_path, x=np.zeros(3000), y=np.zeros(3000))
         x.write_bytes(x.read_bytes()[:-100])
         assert "x.npy is not a plain .npy array" in refused(x, y)
@@ -213,7 +213,7 @@ class TestRefused:
         assert "array x of" in (message := refused(tmp_path / "a.npz"))
         assert "is damaged" in message
 
-    def test_a_member_cut_off(self, tmp_path, refused):
+    def test_a_truncated_member(self, tmp_path, refused):
         whole = io.BytesIO()
         np.save(whole, np.zeros(100))
         with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
@@ -224,28 +224,28 @@ class TestRefused:
 
     def test_fortran_order_in_an_archive(self, tmp_path, refused):
         np.savez(tmp_path / "a.npz", x=np.asfortranarray(np.zeros((4, 3))), y=np.zeros(4))
-        assert "is in Fortran order; save np.ascontiguousarray of it" in refused(tmp_path / "a.npz")
+        assert "is in Fortran order; save np.ascontiguousarray(array)" in refused(tmp_path / "a.npz")
 
-    def test_classes_that_are_no_classes(self, tmp_path, refused):
+    def test_class_numbers_out_of_range(self, tmp_path, refused):
         files = self.save(tmp_path, x=np.zeros((30, 2)), y=np.arange(30) - 5)
-        assert "y holds the class -5; classes are numbered from 0" in refused(*files)
+        assert "y contains the class -5, but classes are numbered from 0" in refused(*files)
         files = self.save(tmp_path, x=np.zeros((30, 2)), y=np.arange(30) * 10_000)
-        assert "at most 65535" in refused(*files)
+        assert "to at most 65535" in refused(*files)
 
     def test_negative_codes(self, tmp_path, refused):
         files = self.save(tmp_path, x=np.zeros((30, 2), int) - 1, y=np.zeros(30))
-        assert "x holds negative integers, which cannot be codes" in refused(*files)
+        assert "x has negative integers, which cannot be codes" in refused(*files)
 
-    def test_one_row_cannot_be_divided(self, tmp_path, refused):
+    def test_a_single_row_cannot_be_split(self, tmp_path, refused):
         files = self.save(tmp_path, x=np.zeros((1, 2)), y=np.zeros(1))
         assert "is too small: all of it is held out" in refused(*files)
 
     def test_two_archives(self, tmp_path, refused):
         for name in ("a.npz", "b.npz"):
             np.savez(tmp_path / name, x=np.zeros(3), y=np.zeros(3))
-        assert "give one .npz file" in refused(tmp_path / "a.npz", tmp_path / "b.npz")
+        assert "use one .npz file" in refused(tmp_path / "a.npz", tmp_path / "b.npz")
 
-    def test_test_rows_of_another_form(self, tmp_path, refused):
+    def test_test_arrays_of_another_shape(self, tmp_path, refused):
         np.savez(
             tmp_path / "a.npz",
             x_train=np.zeros((4, 2)),
@@ -253,4 +253,4 @@ class TestRefused:
             x_test=np.zeros((4, 3)),
             y_test=np.zeros(4),
         )
-        assert "give both the same form" in refused(tmp_path / "a.npz")
+        assert "use one dtype and shape" in refused(tmp_path / "a.npz")

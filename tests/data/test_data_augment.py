@@ -15,7 +15,7 @@ IMAGES = np.random.default_rng(0).integers(1, 256, (50, 3, 8, 6)).astype(np.uint
 
 
 @pytest.mark.parametrize("layout", ["channels first", "channels last", "grey"])
-def test_every_image_is_a_crop_of_the_padded_one_perhaps_mirrored(layout):
+def test_augmented_images_are_crops_of_padded_and_mirrored_ones(layout):
     ids = np.arange(400)
     x = torch.arange(1.0, 400 * 1 * 8 * 6 + 1).reshape(400, 1, 8, 6).expand(-1, 3, -1, -1).contiguous()
     images = {"channels first": x, "channels last": x.movedim(1, -1).contiguous(), "grey": x[:, 0].contiguous()}[layout]
@@ -32,7 +32,7 @@ def test_every_image_is_a_crop_of_the_padded_one_perhaps_mirrored(layout):
     assert len(crop_keys) == 50  # each of the 5 x 5 places, mirrored and not, comes in 400 images
 
 
-def test_what_is_drawn_follows_from_seed_epoch_and_sample_alone(arrays_set):
+def test_augmentation_depends_only_on_seed_epoch_and_sample(arrays_set):
     folder = arrays_set(IMAGES, np.arange(50) % 2)
     data = open_dataset(folder)
     sections = {"data": {"augment": ["crop", "flip"], "workers": 2}, "train": {"batch": 12}, "run": {"seed": 7}}
@@ -63,7 +63,7 @@ def test_what_is_drawn_follows_from_seed_epoch_and_sample_alone(arrays_set):
     assert all(torch.equal(x, torch.from_numpy(data.read(np.array([n]))[0][0])) for n, x in plain.values())
 
 
-def test_data_that_are_no_images_are_refused(arrays_set, tokens_set):
+def test_augmentation_of_other_data_than_images_is_refused(arrays_set, tokens_set):
     tokens = open_dataset(tokens_set(1000)[0], sequence=10)
     images = open_dataset(arrays_set(IMAGES, np.arange(50) % 2))
     rows = open_dataset(arrays_set(np.ones((20, 5), np.float32), np.arange(20) % 2, name="rows"))
@@ -73,5 +73,5 @@ def test_data_that_are_no_images_are_refused(arrays_set, tokens_set):
         with pytest.raises(InputError, match="augment is for images") as caught:
             crop.check(data.description)
         assert words in str(caught.value)
-    with pytest.raises(InputError, match="moves images of 8x6 out of sight; set it to less than 6"):
+    with pytest.raises(InputError, match="moves images of 8x6 out of view; set it to less than 6"):
         Augment(("crop",), 6, 1).check(images.description)

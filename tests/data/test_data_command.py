@@ -26,7 +26,7 @@ def test_it_imports_neither_torch_nor_mpi(tmp_path, python):
     assert out.splitlines()[-1] == "[]"
 
 
-def test_info_says_what_a_person_wants_to_know(tmp_path, command):
+def test_info_describes_the_data_set(tmp_path, command):
     np.savez(tmp_path / "a.npz", x=np.zeros((200, 3, 4), np.uint8), y=np.arange(200) % 2)
     assert command("prepare", tmp_path / "a.npz", "--out", tmp_path / "set", "--shard-mb", 0.001)[0] == 0
     code, out, error = command("info", tmp_path / "set")
@@ -59,7 +59,7 @@ def test_the_command_that_prepare_suggests_trains_on_tables_images_and_text(tmp_
         build_model(config.model, description_of(config))  # which looks at the batch, too
 
 
-def test_verify_says_all_right_or_names_every_damage(tokens_set, command):
+def test_verify_names_every_damaged_place(tokens_set, command):
     folder, _ = tokens_set(200_000, shard=100_000)
     code, out, _ = command("info", folder, "--verify")
     assert code == 0
@@ -82,7 +82,7 @@ def test_verify_says_all_right_or_names_every_damage(tokens_set, command):
     assert error == f"error: data set {folder}: 3 damaged places, listed above; restore or prepare it again\n"
 
 
-def test_info_on_what_is_no_data_set(tmp_path, command):
+def test_info_on_a_folder_that_is_not_a_data_set(tmp_path, command):
     code, out, error = command("info", tmp_path)
     assert not out
     assert one_line((code, error)).startswith(f"error: data set {tmp_path} has no dataset.json")
@@ -96,7 +96,7 @@ def test_wrong_usage_exits_with_2(command, arguments):
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "nan"])
-def test_a_shard_size_that_is_none(command, size):
+def test_an_invalid_shard_size_is_refused(command, size):
     code, _, error = command("prepare", "a.txt", "--out", "x", f"--shard-mb={size}")
     assert code == 2
     assert "is not above 0" in error

@@ -75,7 +75,7 @@ def wait_for(path, seconds=30.0):
         time.sleep(0.01)
 
 
-def test_when_the_maker_is_killed_half_way_one_of_the_waiting_takes_over(tmp_path, root, fill, python):
+def test_a_waiting_process_takes_over_from_a_killed_maker(tmp_path, root, fill, python):
     text = tmp_path / "source.txt"
     victim = python(RACE, root, text, "half-way")
     wait_for(tmp_path / "half")
@@ -94,7 +94,7 @@ def test_when_the_maker_is_killed_half_way_one_of_the_waiting_takes_over(tmp_pat
     assert is_whole(root / "made")
 
 
-def test_four_processes_may_ask_for_the_default_at_once(tmp_path, python):
+def test_four_processes_make_the_default_data_set_once(tmp_path, python):
     code = (
         "import sys; from pathlib import Path; from mpitrain.data import resolve; print(resolve('', Path(sys.argv[1])))"
     )
@@ -113,7 +113,7 @@ def test_four_processes_may_ask_for_the_default_at_once(tmp_path, python):
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "rename", "unlink"])
-def test_a_kill_at_any_call_leaves_nothing_half_made(root, fill, call):
+def test_a_kill_at_any_call_leaves_no_incomplete_data_set(root, fill, call):
     """Send SIGKILL just before and just after each of these calls, in one run after the other."""
     for before in (True, False):
         count = 0
@@ -165,7 +165,7 @@ def test_an_exception_leaves_nothing_behind(root, fill):
     assert os.listdir(root) == []
 
 
-def test_leftovers_of_the_dead_on_this_node_are_cleared_those_of_others_kept(root, fill):
+def test_leftovers_of_dead_processes_of_this_node_are_removed(root, fill):
     here = f".made.tmp-{os.uname().nodename}-"
     ours = [root / f"{here}123-0123abcd", root / f"{here}124-0123abcd", root / f"{here}125-0123abcd"]
     others = [root / ".made.tmp-elsewhere-123-0123abcd", root / f"{here}123-mine", root / f"{here}126-0123abcd"]
@@ -195,11 +195,11 @@ def test_without_locks_the_first_rename_wins(root, fill, monkeypatch):
     assert is_whole(root / "made")
     assert [name for name in os.listdir(root) if "tmp" in name] == []
     subprocess.run(["rm", "-r", root / "made"], check=True)
-    with pytest.raises(InputError, match="was made by another process meanwhile"):
+    with pytest.raises(InputError, match="was made by another process in the meantime"):
         make_dataset(root / "made", slow, once=False)
 
 
-def test_the_manifest_is_the_last_file_and_all_is_durable_before_the_rename(root, fill, monkeypatch):
+def test_files_are_durable_and_the_manifest_last_before_the_rename(root, fill, monkeypatch):
     happened = []
 
     def noted(call):
@@ -243,7 +243,7 @@ def tiny_disk(tmp_path):
         subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, tiny_disk, refused, command):
+def test_a_full_disk_is_reported_in_one_line_and_leaves_nothing(tmp_path, tiny_disk, refused, command):
     (tmp_path / "a.txt").write_bytes(b"some text\n" * 20_000)
     message, done = "", 0
     for kib in (4, 32, 64, 68, 72, 80, 120, 196, 200, 204, 208, 230, 260, 300, 600):
@@ -260,18 +260,18 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, tiny_disk, refused
     assert message.endswith("cannot be written: the disk is full; free some space, or use another place\n")
 
 
-def test_a_file_over_the_allowed_size_is_one_line(tmp_path, python):
+def test_a_file_over_the_size_limit_is_reported_in_one_line(tmp_path, python):
     (tmp_path / "a.txt").write_bytes(b"some text\n" * 40_000)
     code = "import sys; from mpitrain.data.__main__ import main; sys.exit(main(sys.argv[1:]))"
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # noqa: E731
     process = python(code, "prepare", tmp_path / "a.txt", "--out", tmp_path / "set", preexec_fn=limit)
     out, error = process.communicate(timeout=60)
     assert out == ""
-    one_line((process.returncode, error), "a file grew over the allowed size (ulimit -f); use a smaller --shard-mb")
+    one_line((process.returncode, error), "a file would exceed the size limit (ulimit -f); use a smaller --shard-mb")
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
-def test_places_where_nothing_can_be_written(open_folder, python):
+def test_unwritable_output_folders_are_reported(open_folder, python):
     code = """if True:
         import os, sys
         from pathlib import Path
@@ -301,7 +301,7 @@ def test_places_where_nothing_can_be_written(open_folder, python):
     assert len(lines) == 4
     for line in lines[:3]:
         assert line.endswith("cannot be written: no permission; ask its owner for access, or use another place")
-    assert lines[3].endswith("a.txt/set cannot be written: a file lies where a folder is needed; use another place")
+    assert lines[3].endswith("a.txt/set cannot be written: a file exists where a folder is needed; use another place")
     last_lines = out.split("start\n")[1].splitlines()
     assert last_lines[:4] == ["2"] * 4
     assert "python-source cannot be written: no permission" in last_lines[4]
@@ -336,11 +336,11 @@ def test_an_output_folder_that_exists_is_kept(tmp_path, refused):
     (tmp_path / "a.txt").write_text("some text\n" * 100)
     (tmp_path / "set").mkdir()
     message = refused(tmp_path / "a.txt", out=tmp_path / "set")
-    assert f"output folder {tmp_path / 'set'} exists already; give another --out, or remove it" in message
+    assert f"output folder {tmp_path / 'set'} exists already; use another --out, or remove it" in message
     assert os.listdir(tmp_path / "set") == []
 
 
-def test_something_else_in_the_place_of_an_embedded_data_set_is_not_touched(tmp_path):
+def test_other_files_in_place_of_an_embedded_data_set_are_not_touched(tmp_path):
     (tmp_path / "python-source").mkdir()
     (tmp_path / "python-source" / "mine").touch()
     with pytest.raises(InputError, match="python-source exists already"):
@@ -378,15 +378,15 @@ def test_a_folder_called_digits_is_reached_by_its_path(tmp_path, tokens_set, mon
     assert resolve(str(folder)) == folder
 
 
-def test_a_library_without_source_is_told(tmp_path, monkeypatch):
+def test_a_library_without_source_files_is_reported(tmp_path, monkeypatch):
     from mpitrain.data import folders
 
     monkeypatch.setattr(folders.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "nothing")})
-    with pytest.raises(InputError, match=r"Python's standard library has no source in .*; give data.path"):
+    with pytest.raises(InputError, match=r"Python's standard library has no source files in .*; set data.path"):
         resolve("", tmp_path / "data")
 
 
-def test_python_files_are_the_library_alone_in_a_fixed_order(tmp_path):
+def test_python_files_are_those_of_the_library_in_a_fixed_order(tmp_path):
     for name in ("b.py", "a.py", "a/z.py", "site-packages/x.py", "test/t.py", "a/tests/t.py", "a/readme.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).touch()
@@ -394,7 +394,7 @@ def test_python_files_are_the_library_alone_in_a_fixed_order(tmp_path):
     assert names == ["a/z.py", "a.py", "b.py"]
 
 
-def test_the_lock_survives_that_its_file_is_removed_meanwhile(root, monkeypatch):
+def test_the_lock_survives_the_removal_of_its_file(root, monkeypatch):
     """Check that a process that locks a file which the holder has removed tries again on the new file."""
     opened = []
     flock = fcntl.flock

@@ -37,7 +37,7 @@ def documents(folder, split="train"):
     return [part[part != end] for part in np.split(tokens, np.flatnonzero(tokens == end) + 1)[:-1]]
 
 
-def spoken(folder, split="train"):
+def texts_of(folder, split="train"):
     return [bytes(each.astype(np.uint8)).decode() for each in documents(folder, split)]
 
 
@@ -68,7 +68,7 @@ def test_each_line_or_row_is_a_document_that_ends(tmp_path, command, kind, monke
     code, out, _ = command("prepare", source, "--out", tmp_path / "set", "--held-out", 0.1)
     assert code == 0
     assert "token 256 ends each of them" in out
-    train, held_out = spoken(tmp_path / "set"), spoken(tmp_path / "set", "held_out")
+    train, held_out = texts_of(tmp_path / "set"), texts_of(tmp_path / "set", "held_out")
     assert len(held_out) == 6
     assert sorted(train + held_out) == sorted(TEXTS)
     assert train == [text for text in TEXTS if text not in held_out]  # in their order
@@ -82,11 +82,11 @@ def test_files_named_train_and_validation_are_the_splits(tmp_path, command):
     for name, texts in (("train-00000-of-00001", TEXTS[:40]), ("validation", TEXTS[40:])):
         write_lines(tmp_path / "in" / f"{name}.jsonl", [{"content": text} for text in texts])
     assert command("prepare", tmp_path / "in", "--text", "content", "--out", tmp_path / "set")[0] == 0
-    assert spoken(tmp_path / "set") == TEXTS[:40]
-    assert spoken(tmp_path / "set", "held_out") == TEXTS[40:]
+    assert texts_of(tmp_path / "set") == TEXTS[:40]
+    assert texts_of(tmp_path / "set", "held_out") == TEXTS[40:]
 
 
-def test_a_tokenizers_own_end_comes_after_each_document_and_each_file(tmp_path, command, tokenizer):
+def test_the_end_token_of_a_tokenizer_follows_each_document_and_file(tmp_path, command, tokenizer):
     from tokenizers import Tokenizer
 
     reference = Tokenizer.from_file(str(tokenizer))
@@ -123,7 +123,7 @@ def test_half_a_surrogate_pair_is_a_question_mark_with_and_without_a_tokenizer(t
     assert BytesCodec().encode("a \udcff") == list(b"a \xff")  # a byte of the command line stays
 
 
-def test_tokens_of_prompts_are_not_trained_on_and_pairs_stay_whole(tmp_path, command):
+def test_prompt_tokens_are_masked_and_pairs_stay_whole(tmp_path, command):
     pairs = [(f"what is {i}?", f"it is {i * i}" + "!" * (i % 9)) for i in range(200)]
     write_lines(tmp_path / "a.jsonl", [{"question": q, "answer": a} for q, a in pairs])
     flags = ("--prompt", "question", "--completion", "answer", "--pack", 60, "--held-out", 0)
@@ -150,7 +150,7 @@ def test_tokens_of_prompts_are_not_trained_on_and_pairs_stay_whole(tmp_path, com
     assert used > 0.85
 
 
-def test_packed_text_holds_each_document_once_and_cuts_only_what_is_too_long(tmp_path, command):
+def test_packed_text_has_each_document_once_and_cuts_only_long_ones(tmp_path, command):
     texts = [chr(97 + i % 26) * (1 + i * 7 % 90) for i in range(100)]
     write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     flags = ("--pack", 32, "--held-out", 0, "--out", tmp_path / "set")
@@ -172,7 +172,7 @@ def test_packed_text_holds_each_document_once_and_cuts_only_what_is_too_long(tmp
 
 
 @pytest.mark.parametrize("blank_lines", [False, True])
-def test_text_files_are_packed_as_the_same_documents_in_json_lines_are(tmp_path, command, blank_lines):
+def test_text_files_are_packed_like_the_same_documents_in_json_lines(tmp_path, command, blank_lines):
     texts = [chr(97 + i % 26) * (1 + i * 7 % 40) + "\n" + "x" * (i % 3) for i in range(60)]
     (tmp_path / "text").mkdir()
     if blank_lines:
@@ -198,7 +198,7 @@ def test_text_files_are_packed_as_the_same_documents_in_json_lines_are(tmp_path,
             assert (ours[0] == theirs[0]).all() and (ours[1] == theirs[1]).all()
 
 
-def test_a_packed_sample_is_filled_by_the_first_documents_that_fit():
+def test_packing_is_first_fit():
     packer = Packer(4, 9, "uint8", whole=False)
     sample = packer.add(
         [(np.array(each, np.uint8), untrained) for each, untrained in (([1, 1, 9], 1), ([2, 2, 2, 9], 0), ([3, 9], 1))]
@@ -231,12 +231,12 @@ def test_compressed_text_gives_the_data_set_of_the_plain_text(tmp_path, command,
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-16-le", "utf-16-be", "utf-32-be"])
-def test_utf_16_is_named_and_read_where_that_is_said(tmp_path, command, refused, encoding):
+def test_utf_16_is_recognised_and_read_with_encoding(tmp_path, command, refused, encoding):
     text = "Grüße, all of you 🐈\n" * 500
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
     (tmp_path / "b.txt").write_bytes(text.encode())
     message = refused(tmp_path / "a.txt")
-    assert f"a.txt is {encoding.upper()}; give --encoding {encoding}" in message
+    assert f"a.txt is {encoding.upper()}; add --encoding {encoding}" in message
     flags = ("--encoding", encoding, "--out", tmp_path / "a")
     assert command("prepare", tmp_path / "a.txt", *flags)[0] == 0
     assert command("prepare", tmp_path / "b.txt", "--out", tmp_path / "b")[0] == 0
@@ -266,11 +266,11 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("line", "message"),
         [
-            ('{"text": "ab', "a.jsonl, line 3: not JSON (Unterminated string"),
-            ('{"txt": "b"}', "a.jsonl, line 3: no field 'text' (there: txt); name the field with --text"),
+            ('{"text": "ab', "a.jsonl, line 3 is not valid JSON (Unterminated string"),
+            ('{"txt": "b"}', "a.jsonl, line 3 has no field 'text' (its fields: txt); name the field with --text"),
             ('{"text": 7}', "a.jsonl, line 3: field 'text' is a number, not text"),
             ('{"text": null}', "a.jsonl, line 3: field 'text' is null, not text"),
-            ('["a"]', "a.jsonl, line 3: not an object with fields"),
+            ('["a"]', "a.jsonl, line 3 is not an object with fields"),
         ],
     )
     def test_a_broken_line_by_its_number(self, tmp_path, refused, line, message):
@@ -281,8 +281,8 @@ class TestRefused:
         whole = json.dumps([{"text": "a"}, {"text": "b"}], indent=1)
         (tmp_path / "a.json").write_text(whole.replace('"b"', "b"))
         (tmp_path / "b.json").write_text(whole.rstrip("]"))
-        assert "a.json, line 5: not JSON (Expecting value)" in refused(tmp_path / "a.json")
-        assert "without the ] of its array" in refused(tmp_path / "b.json")
+        assert "a.json, line 5 is not valid JSON (Expecting value)" in refused(tmp_path / "a.json")
+        assert "before the ] of its array" in refused(tmp_path / "b.json")
 
     def test_damaged_files(self, tmp_path, refused):
         whole = gzip.compress(b'{"text": "abc"}\n' * 5000)
@@ -291,7 +291,7 @@ class TestRefused:
         (tmp_path / "c.parquet").write_bytes(b"PAR1 nothing")
         assert "a.jsonl.gz is damaged or cut off" in refused(tmp_path / "a.jsonl.gz")
         assert "b.jsonl.zst is damaged or cut off" in refused(tmp_path / "b.jsonl.zst")
-        assert "c.parquet is not a whole Parquet file" in refused(tmp_path / "c.parquet")
+        assert "c.parquet is not a complete Parquet file" in refused(tmp_path / "c.parquet")
 
     def test_parquet_that_is_damaged_inside(self, tmp_path, refused):
         path = write_parquet(tmp_path / "a.parquet", text=[f"{i} {i * i}" for i in range(500)])
@@ -300,19 +300,19 @@ class TestRefused:
         path.write_bytes(content)
         assert "a.parquet is damaged" in refused(path)
 
-    def test_options_that_do_not_go_together(self, tmp_path, refused, tokenizer):
+    def test_incompatible_options_are_refused(self, tmp_path, refused, tokenizer):
         source = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
         assert "--completion is the answer to --prompt" in refused(source, "--completion", "text")
-        assert "give one of the two" in refused(source, "--prompt", "a", "--text", "b")
+        assert "use only one of them" in refused(source, "--prompt", "a", "--text", "b")
         assert "no token '</s>' for --end-token" in refused(source, "--tokenizer", tokenizer, "--end-token", "</s>")
-        assert "--end-token <x> is for a tokenizer" in refused(source, "--end-token", "<x>")
-        assert "need a token that ends each;" in refused(source, "--pack", 8, "--end-token", "none")
+        assert "--end-token <x> needs a --tokenizer" in refused(source, "--end-token", "<x>")
+        assert "packed documents need an end token;" in refused(source, "--pack", 8, "--end-token", "none")
         assert "--encoding utf-99 is unknown" in refused(tmp_path / "for-the-tokenizer.txt", "--encoding", "utf-99")
-        assert "--blank-lines is for text, these" in refused(source, "--blank-lines")
+        assert "--blank-lines is for text, but these" in refused(source, "--blank-lines")
         np.save(tmp_path / "numbers.npy", np.arange(9, dtype=np.uint16))
         assert "--pack is for JSON lines or parquet of text and text" in refused(tmp_path / "numbers.npy", "--pack", 8)
 
-    def test_another_sequence_than_it_was_packed_for(self, tmp_path, command):
+    def test_opening_packed_data_with_another_sequence_is_refused(self, tmp_path, command):
         from mpitrain.errors import InputError
 
         write_lines(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b"}] * 90)
@@ -322,11 +322,11 @@ class TestRefused:
         ):
             open_dataset(tmp_path / "set", sequence=128)
 
-    def test_a_tokenizer_of_too_few_tokens_or_over_another_file(self, tmp_path, command, tokenizer):
+    def test_tokenizer_refuses_a_small_vocabulary_and_an_existing_file(self, tmp_path, command, tokenizer):
         from support import one_line
 
         (tmp_path / "a.txt").write_text("abc")
         code, _, message = command("tokenizer", tmp_path / "a.txt", "--out", tmp_path / "n.json", "--vocabulary", 99)
-        assert "has no room for 256 bytes" in one_line((code, message))
+        assert "is too small for the 256 bytes" in one_line((code, message))
         code, _, message = command("tokenizer", tmp_path / "a.txt", "--out", tokenizer)
         assert "t.json exists already" in one_line((code, message))

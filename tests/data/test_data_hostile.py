@@ -130,7 +130,7 @@ def test_a_hostile_input_is_refused_in_one_line(tmp_path, command, case):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_size_that_takes_all_memory_is_refused(tmp_path, command):
+def test_an_image_size_beyond_memory_is_refused(tmp_path, command):
     for name in ("a/1.png", "b/2.png"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_bytes(png(8, 8))
@@ -167,7 +167,7 @@ def use(folder):
     return ""
 
 
-def test_a_manifest_with_any_value_wrong_is_refused_in_one_line(tokens_set, arrays_set):
+def test_a_manifest_with_a_wrong_value_is_refused_in_one_line(tokens_set, arrays_set):
     tokens, _ = tokens_set(300, held_out=0.1)
     arrays = arrays_set(np.ones((5, 2), np.float32), np.arange(5) % 2)
     count = 0
@@ -197,7 +197,7 @@ def test_a_manifest_with_any_value_wrong_is_refused_in_one_line(tokens_set, arra
     assert count > 500
 
 
-def test_a_manifest_that_is_no_file_is_refused_in_one_line(tmp_path, command):
+def test_a_manifest_that_is_not_a_file_is_refused_in_one_line(tmp_path, command):
     manifest = tmp_path / MANIFEST
     for make, undo in [
         (manifest.mkdir, manifest.rmdir),
@@ -265,7 +265,7 @@ def _text(file, outside):
 @pytest.mark.parametrize(
     "change", [_huge, _huge_table, _filled, _external, _external_table, _link, _soft, _group, _text]
 )
-def test_a_shard_is_read_only_where_its_bytes_are(tokens_set, tmp_path, change):
+def test_shards_with_external_or_overlong_data_are_refused(tokens_set, tmp_path, change):
     """Refuse other HDF5 files, links into them, and fill values that HDF5 supplies."""
     folder, _ = tokens_set(300)
     shard = folder / "train-00000.h5"
@@ -283,7 +283,7 @@ def test_a_shard_is_read_only_where_its_bytes_are(tokens_set, tmp_path, change):
     assert "train-00000.h5" in problem and "\n" not in problem, problem
 
 
-def test_a_shard_that_is_no_file_is_refused_in_one_line(tokens_set):
+def test_a_shard_that_is_not_a_file_is_refused_in_one_line(tokens_set):
     folder, _ = tokens_set(300)
     shard = folder / "train-00000.h5"
     shard.unlink()

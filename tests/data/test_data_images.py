@@ -12,12 +12,12 @@ from mpitrain.data import open_dataset
 from mpitrain.data.format import read_manifest
 
 
-def everything(folder, split="train"):
+def read_split(folder, split="train"):
     data = open_dataset(folder, split)
     return data.read(np.arange(len(data)))
 
 
-def picture(path, height=6, width=4, seed=0, mode="RGB"):
+def write_image(path, height=6, width=4, seed=0, mode="RGB"):
     """Write a PNG of random pixels; return them as uint8 [height, width, 3]."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
@@ -27,13 +27,13 @@ def picture(path, height=6, width=4, seed=0, mode="RGB"):
 
 def test_image_folders_round_trip(tmp_path, command):
     pixels = [
-        picture(tmp_path / "pets" / kind / f"{i}.png", seed=10 * k + i)
+        write_image(tmp_path / "pets" / kind / f"{i}.png", seed=10 * k + i)
         for k, kind in enumerate(("cat", "dog"))
         for i in range(5)
     ]
     code, out, _ = command("prepare", tmp_path / "pets", "--out", tmp_path / "set", "--held-out", 0)
     assert code == 0
-    x, y = everything(tmp_path / "set")
+    x, y = read_split(tmp_path / "set")
     assert x.dtype == np.float32
     assert x.shape == (10, 3, 6, 4)
     np.testing.assert_allclose(x, np.stack(pixels).transpose(0, 3, 1, 2) / 255, rtol=1e-6)
@@ -47,17 +47,17 @@ def test_a_split_of_the_input_is_kept(tmp_path, command):
     for split, seeds in (("train", (1, 2)), ("val", (3,))):
         for kind in ("cat", "dog"):
             for seed in seeds:
-                picture(tmp_path / "pets" / split / kind / f"{seed}.png", seed=seed)
+                write_image(tmp_path / "pets" / split / kind / f"{seed}.png", seed=seed)
     assert command("prepare", tmp_path / "pets", "--out", tmp_path / "set")[0] == 0
     splits = read_manifest(tmp_path / "set").splits
     assert {name: split.class_counts for name, split in splits.items()} == {"train": (2, 2), "held_out": (1, 1)}
     assert open_dataset(tmp_path / "set").description.classes == ("cat", "dog")
 
 
-def test_a_train_folder_alone_is_divided(tmp_path, command):
+def test_a_train_folder_without_a_test_folder_is_split(tmp_path, command):
     for kind in ("cat", "dog"):
         for seed in range(10):
-            picture(tmp_path / "pets" / "train" / kind / f"{seed}.png", seed=seed)
+            write_image(tmp_path / "pets" / "train" / kind / f"{seed}.png", seed=seed)
     assert command("prepare", tmp_path / "pets", "--out", tmp_path / "set", "--held-out", 0.2)[0] == 0
     assert {name: split.rows for name, split in read_manifest(tmp_path / "set").splits.items()} == {
         "train": 16,
@@ -68,24 +68,24 @@ def test_a_train_folder_alone_is_divided(tmp_path, command):
 
 def test_several_class_folders_as_sources(tmp_path, command):
     for kind in ("cat", "dog"):
-        picture(tmp_path / kind / "1.png")
+        write_image(tmp_path / kind / "1.png")
     code, _, _ = command("prepare", tmp_path / "cat", tmp_path / "dog", "--out", tmp_path / "set", "--held-out", 0)
     assert code == 0
     assert open_dataset(tmp_path / "set").description.classes == ("cat", "dog")
 
 
 def test_mixed_sizes_with_a_size(tmp_path, command):
-    picture(tmp_path / "pets" / "cat" / "1.png", 8, 8)
-    picture(tmp_path / "pets" / "dog" / "1.png", 16, 10)
+    write_image(tmp_path / "pets" / "cat" / "1.png", 8, 8)
+    write_image(tmp_path / "pets" / "dog" / "1.png", 16, 10)
     Image.new("RGB", (30, 10), (0, 0, 255)).save(tmp_path / "pets" / "dog" / "2.jpg")
     code, _, _ = command("prepare", tmp_path / "pets", "--out", tmp_path / "set", "--size", "4x6", "--held-out", 0)
     assert code == 0
-    x, _ = everything(tmp_path / "set")
+    x, _ = read_split(tmp_path / "set")
     assert x.shape == (3, 3, 4, 6)
     np.testing.assert_allclose(x[2, :, 1, 3], [0, 0, 1], atol=0.02)
 
 
-def test_an_image_is_turned_as_its_camera_says(tmp_path, command):
+def test_images_are_rotated_according_to_exif(tmp_path, command):
     left_red = np.zeros((2, 4, 3), np.uint8)
     left_red[:, :2, 0] = 255
     exif = Image.Exif()
@@ -94,7 +94,7 @@ def test_an_image_is_turned_as_its_camera_says(tmp_path, command):
         (tmp_path / "pets" / kind).mkdir(parents=True)
         Image.fromarray(left_red).save(tmp_path / "pets" / kind / "1.png", exif=exif)
     assert command("prepare", tmp_path / "pets", "--out", tmp_path / "set", "--held-out", 0)[0] == 0
-    x, _ = everything(tmp_path / "set")
+    x, _ = read_split(tmp_path / "set")
     assert x.shape[2:] == (4, 2)
     assert (x[0, 0, :2] == 1).all()
     assert (x[0, 0, 2:] == 0).all()
@@ -102,25 +102,25 @@ def test_an_image_is_turned_as_its_camera_says(tmp_path, command):
 
 class TestImagesRefused:
     def test_mixed_sizes(self, tmp_path, refused):
-        picture(tmp_path / "pets" / "cat" / "1.png", 8, 8)
-        picture(tmp_path / "pets" / "dog" / "1.png", 16, 10)
+        write_image(tmp_path / "pets" / "cat" / "1.png", 8, 8)
+        write_image(tmp_path / "pets" / "dog" / "1.png", 16, 10)
         message = refused(tmp_path / "pets")
-        assert "dog/1.png is 16x10, the first one 8x8" in message
+        assert "dog/1.png is 16x10, but the first is 8x8" in message
         assert "--size 8x8" in message
 
     def test_one_class(self, tmp_path, refused):
-        picture(tmp_path / "pets" / "1.png")
+        write_image(tmp_path / "pets" / "1.png")
         assert "has only the class pets; put each class into" in refused(tmp_path / "pets")
 
-    def test_something_else_with_the_name_of_an_image(self, tmp_path, refused):
-        picture(tmp_path / "pets" / "cat" / "1.png")
+    def test_a_file_that_is_not_an_image(self, tmp_path, refused):
+        write_image(tmp_path / "pets" / "cat" / "1.png")
         (tmp_path / "pets" / "dog").mkdir()
         (tmp_path / "pets" / "dog" / "1.png").write_text("hello")
         assert "dog/1.png is not an image, although its name says so" in refused(tmp_path / "pets")
 
-    def test_an_image_cut_off(self, tmp_path, refused):
+    def test_a_truncated_image(self, tmp_path, refused):
         for kind in ("cat", "dog"):
-            picture(tmp_path / "pets" / kind / "1.png", 50, 50)
+            write_image(tmp_path / "pets" / kind / "1.png", 50, 50)
         path = tmp_path / "pets" / "dog" / "1.png"
         path.write_bytes(path.read_bytes()[:3000])
         assert "dog/1.png cannot be" in refused(tmp_path / "pets")
@@ -132,12 +132,12 @@ class TestImagesRefused:
         assert "cat/1.png has pixels of more than 8 bits" in refused(tmp_path / "pets")
 
     def test_without_pillow(self, tmp_path, refused, monkeypatch):
-        picture(tmp_path / "pets" / "cat" / "1.png")
+        write_image(tmp_path / "pets" / "cat" / "1.png")
         monkeypatch.setitem(sys.modules, "PIL", None)
         assert 'images need the package pillow; pip install "mpitrain[data]"' in refused(tmp_path / "pets")
 
     @pytest.mark.parametrize("size", ["0", "8x", "x8", "8x8x8", "-4", "a"])
-    def test_a_size_that_is_none(self, tmp_path, command, size):
+    def test_an_invalid_size_is_refused(self, tmp_path, command, size):
         code, _, message = command("prepare", tmp_path, "--out", tmp_path / "set", f"--size={size}")
         assert code == 2
         assert f"'{size}' is not a size; write 224 or 128x256" in message
@@ -167,15 +167,15 @@ def mnist(folder, packed=True, rows=300):
 def test_mnist_files_round_trip(tmp_path, command, packed):
     images, labels = mnist(tmp_path / "mnist", packed)
     assert command("prepare", tmp_path / "mnist", "--out", tmp_path / "set")[0] == 0
-    x, y = everything(tmp_path / "set")
+    x, y = read_split(tmp_path / "set")
     np.testing.assert_allclose(x, images[:, None] / 255, rtol=1e-6)
     assert np.array_equal(y, labels)
-    assert len(everything(tmp_path / "set", "held_out")[1]) == 100
+    assert len(read_split(tmp_path / "set", "held_out")[1]) == 100
     description = open_dataset(tmp_path / "set").description
     assert (description.x_shape, len(description.classes)) == ((1, 5, 7), 10)
 
 
-def test_idx_without_a_test_set_is_divided(tmp_path, command):
+def test_idx_without_a_test_set_is_split(tmp_path, command):
     mnist(tmp_path / "mnist")
     train = sorted((tmp_path / "mnist").glob("train*"))
     assert command("prepare", *train, "--out", tmp_path / "set", "--held-out", 0.1)[0] == 0
@@ -191,7 +191,7 @@ def test_idx_floats_are_big_endian(tmp_path, command):
     idx(tmp_path / "a-labels.idx1-int", np.array([0, 1, 300, 2, 0, 1], np.int32))
     files = tmp_path / "a-images.idx2-float", tmp_path / "a-labels.idx1-int"
     assert command("prepare", *files, "--out", tmp_path / "set", "--held-out", 0)[0] == 0
-    x, y = everything(tmp_path / "set")
+    x, y = read_split(tmp_path / "set")
     assert np.array_equal(x, values)
     assert y.tolist() == [0, 1, 300, 2, 0, 1]
 
@@ -199,11 +199,13 @@ def test_idx_floats_are_big_endian(tmp_path, command):
 class TestIdxRefused:
     def test_no_labels(self, tmp_path, refused):
         mnist(tmp_path / "mnist")
-        assert "has no labels beside it; give both, named" in refused(tmp_path / "mnist" / "train-images-idx3-ubyte.gz")
-        assert "has no images beside it; give both files" in refused(tmp_path / "mnist" / "train-labels-idx1-ubyte.gz")
+        assert "has no labels file next to it; name them" in refused(tmp_path / "mnist" / "train-images-idx3-ubyte.gz")
+        assert "has no images file next to it; use both files" in refused(
+            tmp_path / "mnist" / "train-labels-idx1-ubyte.gz"
+        )
 
-    def test_cut_off(self, tmp_path, refused):
-        for packed, reason in ((True, "is damaged or cut off"), (False, "ends too early: it is cut off")):
+    def test_a_truncated_idx_file(self, tmp_path, refused):
+        for packed, reason in ((True, "is damaged or cut off"), (False, "ends too early; download it again")):
             folder = tmp_path / f"mnist-{packed}"
             mnist(folder, packed)
             path = next(folder.glob("train-images*"))
@@ -212,18 +214,18 @@ class TestIdxRefused:
             assert path.name in message
             assert reason in message
 
-    def test_not_idx_inside(self, tmp_path, refused):
+    def test_a_file_that_is_not_idx(self, tmp_path, refused):
         mnist(tmp_path / "mnist", packed=False)
         (tmp_path / "mnist" / "train-images-idx3-ubyte").write_text("hello world")
         assert "is not an IDX file, although its name says so" in refused(tmp_path / "mnist")
 
-    def test_counts_that_differ(self, tmp_path, refused):
+    def test_different_numbers_of_images_and_labels(self, tmp_path, refused):
         mnist(tmp_path / "mnist", packed=False)
         idx(tmp_path / "mnist" / "train-labels-idx1-ubyte", np.zeros(7, np.uint8))
-        assert "holds 300 images" in refused(tmp_path / "mnist")
+        assert "has 300 images" in refused(tmp_path / "mnist")
 
     def test_two_training_sets(self, tmp_path, refused):
         for name in ("a", "b"):
             idx(tmp_path / f"{name}-images-idx3-ubyte", np.zeros((3, 2, 2), np.uint8))
             idx(tmp_path / f"{name}-labels-idx1-ubyte", np.zeros(3, np.uint8))
-        assert "are two sets of images; give one" in refused(*tmp_path.glob("*ubyte"))
+        assert "are two sets of images; use one" in refused(*tmp_path.glob("*ubyte"))

@@ -44,7 +44,7 @@ class Slow:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_batches_hold_the_samples_of_their_ids_in_the_order_of_the_seed(tokens, workers):
+def test_batches_follow_the_order_of_the_seed(tokens, workers):
     data, content = tokens
     order = SampleOrder(len(data), 5)
     with Loader(data, order, batch=32, share=ALL, workers=workers) as loader:
@@ -64,7 +64,7 @@ def test_batches_hold_the_samples_of_their_ids_in_the_order_of_the_seed(tokens, 
     batch=st.integers(1, 130),
     seed=st.integers(0, 100),
 )
-def test_stops_and_other_numbers_of_ranks_lose_and_repeat_nothing(tokens, legs, batch, seed):
+def test_resuming_on_other_numbers_of_ranks_loses_and_repeats_nothing(tokens, legs, batch, seed):
     """Run some steps on some number of ranks, and pass only the position on to the next number of ranks."""
     data, _ = tokens
     order, position, ids = SampleOrder(len(data), seed), 0, []
@@ -97,7 +97,7 @@ def test_slow_reads_come_in_order(tokens):
     assert positions == list(range(0, 48, 4))
 
 
-def test_batches_are_read_ahead_but_not_without_bound(tokens):
+def test_the_number_of_batches_read_ahead_is_bounded(tokens):
     data, _ = tokens
     slow = Slow(data, lambda _: 0.0)
     with Loader(slow, SampleOrder(len(data), 5), batch=4, share=ALL, workers=2, prefetch=3) as loader:
@@ -109,7 +109,7 @@ def test_batches_are_read_ahead_but_not_without_bound(tokens):
         assert len(slow.reads) == 4  # the one given out and three ahead
 
 
-def test_reading_goes_on_while_the_caller_works(tokens):
+def test_reading_continues_while_the_caller_works(tokens):
     data, _ = tokens
     slow = Slow(data, lambda _: 0.02)
     with Loader(slow, SampleOrder(len(data), 5), batch=4, share=ALL, workers=1) as loader:
@@ -124,7 +124,7 @@ def test_reading_goes_on_while_the_caller_works(tokens):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_of_a_reader_comes_out_at_its_batch(tokens_set, workers):
+def test_a_reader_error_is_raised_at_its_batch(tokens_set, workers):
     folder, _ = tokens_set(1001, shard=300)
     last = folder / "train-00003.h5"
     content = bytearray(last.read_bytes())
@@ -213,7 +213,7 @@ def test_a_device_gets_the_samples_that_the_host_reads(tokens, device, workers):
 
 
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
-def test_batches_of_any_form_go_to_a_device_ahead_and_an_error_comes_in_its_turn(device):
+def test_batches_of_any_structure_are_copied_ahead_and_errors_keep_their_order(device):
     drawn = []
 
     def batches():

@@ -26,15 +26,15 @@ def test_every_prefix_has_each_data_set_by_its_weight_to_within_one_sample(parts
         assert counts[-1] == part
 
 
-def test_weights_mean_what_is_written():
+def test_weights_are_exact_decimals():
     assert Weights([0.7, 0.3]).parts == (7, 3)
     assert Weights([2, 1]).parts == (2, 1)
     assert Weights([0.1, 0.1, 0.2]).parts == (1, 1, 2)
-    with pytest.raises(InputError, match="write weights with fewer digits"):
+    with pytest.raises(InputError, match="use weights with fewer digits"):
         Weights([0.123456789, 0.5])
 
 
-def test_each_data_set_comes_in_the_order_it_has_by_itself_and_small_ones_begin_anew():
+def test_each_data_set_of_a_mix_keeps_its_own_order_and_epochs():
     sizes, weights = (100, 9), Weights([0.7, 0.3])
     order = MixedOrder(sizes, weights, seed=4)
     ids = order.ids(0, 1000)
@@ -49,19 +49,19 @@ def test_each_data_set_comes_in_the_order_it_has_by_itself_and_small_ones_begin_
 
 
 @pytest.fixture
-def two(tokens_set):
+def two_sets(tokens_set):
     """Return two data sets of 10 tokens a sample, with 90 and 15 samples, some held out."""
     return tokens_set(901 + 100, held_out=0.1, name="large")[0], tokens_set(170, held_out=0.12, name="small")[0]
 
 
-def mixed(two, split="train", **how):
-    large, small = two
+def open_mixed(two_sets, split="train", **how):
+    large, small = two_sets
     return open_mix({str(large): 0.8, str(small): 0.2}, split, find=Path, sequence=10, **how)
 
 
-def test_batches_are_the_same_on_any_ranks_and_from_any_step(two):
-    data = mixed(two)
-    sets = [open_dataset(folder, sequence=10) for folder in two]
+def test_batches_are_the_same_on_any_ranks_and_from_any_step(two_sets):
+    data = open_mixed(two_sets)
+    sets = [open_dataset(folder, sequence=10) for folder in two_sets]
     first = len(sets[0])
 
     def share(rank, ranks, size):
@@ -95,9 +95,9 @@ def test_batches_are_the_same_on_any_ranks_and_from_any_step(two):
             assert np.array_equal(targets, own_y[0])
 
 
-def test_held_out_samples_are_of_each_data_set_by_its_weight(two):
-    held_out = mixed(two, "held_out")
-    sizes = [len(open_dataset(folder, "held_out", sequence=10)) for folder in two]
+def test_held_out_samples_follow_the_weights(two_sets):
+    held_out = open_mixed(two_sets, "held_out")
+    sizes = [len(open_dataset(folder, "held_out", sequence=10)) for folder in two_sets]
     share = lambda size: (0, size)  # noqa: E731
     ids = np.concatenate([b.ids for b in evaluation_batches(held_out, samples=5, batch=2, share=share)])
     assert (ids < sizes[0]).sum() == 4
@@ -106,16 +106,16 @@ def test_held_out_samples_are_of_each_data_set_by_its_weight(two):
     assert sorted(every.tolist()) == list(range(sum(sizes)))  # a small set that has no more gives way
 
 
-def test_the_identity_is_that_of_contents_and_weights(two, tmp_path):
-    large, small = two
-    identity = mixed(two).description.identity
+def test_the_identity_depends_on_contents_and_weights(two_sets, tmp_path):
+    large, small = two_sets
+    identity = open_mixed(two_sets).description.identity
     moved = large.rename(tmp_path / "elsewhere")
     same = open_mix({str(moved): 8, str(small): 2}, find=Path, sequence=10)
     other = open_mix({str(moved): 0.7, str(small): 0.3}, find=Path, sequence=10)
     assert same.description.identity == identity != other.description.identity
 
 
-def test_data_sets_of_different_tokenizers_or_ends_are_refused(tmp_path, command):
+def test_data_sets_with_different_tokenizers_or_end_tokens_are_refused(tmp_path, command):
     for name, words in (("a", "one two three"), ("b", "vier fuenf sechs")):
         (tmp_path / f"{name}.txt").write_text(f"{words}\n" * 200)
         source, file = tmp_path / f"{name}.txt", tmp_path / f"{name}.json"
@@ -132,17 +132,17 @@ def test_data_sets_of_different_tokenizers_or_ends_are_refused(tmp_path, command
         open_mix(ends, find=lambda name: tmp_path / f"a{name}", sequence=8, apart=True)
 
 
-def test_what_does_not_go_together_is_refused(two, tmp_path, arrays_set):
-    large, _ = two
+def test_incompatible_data_sets_are_refused(two_sets, tmp_path, arrays_set):
+    large, _ = two_sets
     arrays = arrays_set(np.zeros((9, 3), np.float32), np.zeros(9, np.float32))
-    with pytest.raises(InputError, match=r"have different forms \(tokens \[10\]"):
+    with pytest.raises(InputError, match=r"have different shapes, types or classes \(tokens \[10\]"):
         open_mix({str(large): 1, str(arrays): 1}, find=Path, sequence=10)
     with pytest.raises(InputError, match="both name the data; put the path among those"):
         Config.from_dict({"data": {"path": "a", "mix": {"b": 1.0}}})
     with pytest.raises(InputError, match="greater than 0"):
         Config.from_dict({"data": {"mix": {"b": 0}}})
-    with pytest.raises(InputError, match="says nowhere which token ends a document"):
-        mixed(two, apart=True)
+    with pytest.raises(InputError, match="does not say which token ends a document"):
+        open_mixed(two_sets, apart=True)
     config = Config.from_args(["--data.mix", '{"a/b" = 0.7, "c" = 0.3}'])
     assert (
         config.data.mix == {"a/b": 0.7, "c": 0.3} == Config.from_args(["--data.mix", '{"a/b": 0.7, "c": 0.3}']).data.mix

@@ -27,7 +27,7 @@ def test_any_epoch_of_any_size_is_a_permutation(samples, seed, epoch):
 
 @settings(max_examples=60, deadline=None)
 @given(samples=st.integers(1, 50), batch=st.integers(1, 70), ranks=st.integers(1, 9), seed=SEEDS)
-def test_each_sample_comes_once_per_epoch_whatever_the_batch_and_the_ranks(samples, batch, ranks, seed):
+def test_each_sample_occurs_once_per_epoch_for_any_batch_and_ranks(samples, batch, ranks, seed):
     order, epochs = SampleOrder(samples, seed), 4
     ids = []
     for position in range(0, epochs * samples, batch):
@@ -53,7 +53,7 @@ def test_epochs_and_seeds_differ():
     assert (first == np.arange(1000)).sum() < 20
 
 
-def test_neighbours_are_torn_apart():
+def test_neighbours_are_separated():
     ids = SampleOrder(10_000, 5).ids(0, 10_000)
     assert abs(np.corrcoef(ids[:-1], ids[1:])[0, 1]) < 0.03
     assert abs(np.corrcoef(np.arange(10_000), ids)[0, 1]) < 0.03
@@ -74,7 +74,7 @@ def test_the_largest_sizes_and_positions_do_not_overflow():
     assert len(set(ids.tolist())) == 6
 
 
-def test_no_ids_are_an_empty_array():
+def test_a_count_of_zero_gives_an_empty_array():
     assert SampleOrder(5, 0).ids(3, 0).tolist() == []
 
 

@@ -23,7 +23,7 @@ def expected(content, ids, sequence):
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_samples_of_tokens_cross_the_borders_of_shards(tokens_set, data, request):
+def test_token_samples_cross_shard_boundaries(tokens_set, data, request):
     size, shard = data.draw(st.integers(2, 300)), data.draw(st.integers(15, 150))
     sequence = data.draw(st.integers(1, size - 1))
     folder, content = tokens_set(size, shard, name=f"t{os.urandom(8).hex()}")
@@ -35,7 +35,7 @@ def test_samples_of_tokens_cross_the_borders_of_shards(tokens_set, data, request
         assert np.array_equal(got, want)
 
 
-def test_rows_of_arrays_come_in_the_order_asked_for(arrays_set):
+def test_array_rows_come_in_the_requested_order(arrays_set):
     x, y = np.arange(600.0).reshape(200, 3), np.arange(200)
     rows = open_dataset(arrays_set(x, y, shard_bytes=700))
     for ids in ([5], [199, 0, 198], list(range(200)), [7, 7, 8, 9, 3, 2, 9], np.random.default_rng(0).permutation(200)):
@@ -44,7 +44,7 @@ def test_rows_of_arrays_come_in_the_order_asked_for(arrays_set):
         assert np.array_equal(got_y, y[ids])
 
 
-def test_reading_nothing_gives_empty_arrays_of_the_right_form(tokens_set, arrays_set):
+def test_reading_no_samples_gives_empty_arrays_of_the_right_shape(tokens_set, arrays_set):
     none = np.zeros(0, np.int64)
     x, y = open_dataset(tokens_set(100)[0], sequence=8).read(none)
     assert (x.shape, y.shape, x.dtype, y.dtype) == ((0, 8), (0, 8), np.int64, np.int64)
@@ -55,11 +55,11 @@ def test_reading_nothing_gives_empty_arrays_of_the_right_form(tokens_set, arrays
 @pytest.mark.parametrize("ids", [[-1], [12], [0, 12], [3, -5]])
 def test_ids_out_of_range_are_refused(tokens_set, ids):
     tokens = open_dataset(tokens_set(100)[0], sequence=8)
-    with pytest.raises(IndexError, match="in a data set of 12"):
+    with pytest.raises(IndexError, match="but the data set has 12 samples"):
         tokens.read(np.array(ids))
 
 
-def test_the_description_says_what_a_model_needs(tokens_set):
+def test_the_description_matches_the_data(tokens_set):
     description = open_dataset(tokens_set(1000, held_out=0.1)[0], sequence=9).description
     assert (description.kind, description.split, description.samples) == ("tokens", "train", 99)
     assert (description.x_shape, description.y_shape) == ((9,), (9,))
@@ -67,13 +67,13 @@ def test_the_description_says_what_a_model_needs(tokens_set):
     assert (description.vocabulary, description.classes) == (256, None)
 
 
-def test_identity_follows_the_content_alone(tokens_set):
+def test_the_identity_depends_only_on_the_content(tokens_set):
     same = [open_dataset(tokens_set(1000, name=name)[0], sequence=9).description.identity for name in "ab"]
     other = open_dataset(tokens_set(1001, name="c")[0], sequence=9).description.identity
     assert same[0] == same[1] != other
 
 
-def test_few_files_are_open_however_many_shards(tokens_set, monkeypatch):
+def test_the_number_of_open_files_is_bounded(tokens_set, monkeypatch):
     monkeypatch.setattr(dataset, "OPEN_FILES", 5)
     folder, content = tokens_set(2000, shard=50)
     tokens = open_dataset(folder, sequence=10)
@@ -123,7 +123,7 @@ def flip(path, offset, bit=0):
     path.write_bytes(content)
 
 
-def test_a_flipped_bit_is_found_and_named_and_the_rest_stays_readable(tokens_set):
+def test_a_flipped_bit_is_reported_and_other_extents_stay_readable(tokens_set):
     folder, content = tokens_set(400_000, shard=250_000)
     second = folder / "train-00001.h5"
     with h5py.File(second) as file:
@@ -185,7 +185,7 @@ def test_an_extent_is_checked_once(tokens_set, monkeypatch):
 
 
 class TestRefused:
-    def test_nothing_there(self, tmp_path):
+    def test_a_missing_path(self, tmp_path):
         with pytest.raises(InputError, match=r"none does not exist; make it with `python -m mpitrain.data prepare"):
             open_dataset(tmp_path / "none")
 
@@ -205,15 +205,15 @@ class TestRefused:
     def test_too_few_tokens(self, tokens_set):
         folder, _ = tokens_set(100)
         assert len(open_dataset(folder, sequence=99)) == 1
-        with pytest.raises(InputError, match=r"has 100 train tokens, one sample of model.sequence 100 takes 101"):
+        with pytest.raises(InputError, match=r"has 100 train tokens, but one sample of model.sequence 100 needs 101"):
             open_dataset(folder, sequence=100)
 
     @pytest.mark.parametrize("sequence", [None, 0])
     def test_tokens_without_a_sequence_length(self, tokens_set, sequence):
-        with pytest.raises(InputError, match=r"is a stream of tokens; say how many .*model.sequence"):
+        with pytest.raises(InputError, match=r"is a stream of tokens; set model.sequence"):
             open_dataset(tokens_set(100)[0], sequence=sequence)
 
-    def test_a_shard_missing(self, tokens_set):
+    def test_a_missing_shard(self, tokens_set):
         folder, _ = tokens_set(100, shard=40)
         (folder / "train-00002.h5").unlink()
         with pytest.raises(InputError, match=r"shard train-00002.h5 is missing; restore that file"):
@@ -226,20 +226,20 @@ class TestRefused:
             open_dataset(folder, sequence=8)
 
     @pytest.mark.parametrize("cut", [1, 100])
-    def test_a_shard_cut_off(self, tokens_set, cut):
+    def test_a_truncated_shard(self, tokens_set, cut):
         folder, _ = tokens_set(1000)
         os.truncate(folder / "train-00000.h5", size := (folder / "train-00000.h5").stat().st_size - cut)
         with pytest.raises(InputError, match=rf"has {size} bytes where the manifest says {size + cut}"):
             open_dataset(folder, sequence=8)
 
-    def test_a_shard_cut_off_while_in_use(self, tokens_set):
+    def test_a_shard_truncated_while_in_use(self, tokens_set):
         folder, _ = tokens_set(200_000)
         tokens = open_dataset(folder, sequence=8)
         os.truncate(folder / "train-00000.h5", 10_000)
         with pytest.raises(InputError, match=r"shard train-00000.h5 ends too early"):
             tokens.read(np.array([20_000]))
 
-    def test_shards_swapped(self, tokens_set):
+    def test_swapped_shards(self, tokens_set):
         folder, _ = tokens_set(100, shard=50)
         (folder / "train-00000.h5").rename(folder / "x")
         (folder / "train-00001.h5").rename(folder / "train-00000.h5")
@@ -248,7 +248,7 @@ class TestRefused:
             open_dataset(folder, sequence=8)
 
     @pytest.mark.parametrize("key", ["kind", "vocabulary", "extent_bytes", "splits", "fields", "origin"])
-    def test_a_manifest_that_was_changed(self, tokens_set, key):
+    def test_a_changed_manifest(self, tokens_set, key):
         folder, _ = tokens_set(100)
         content = json.loads((folder / "dataset.json").read_text())
         del content[key]
@@ -264,10 +264,10 @@ class TestRefused:
             (b"\xff\xfe{}", "is damaged (not JSON)"),
             (b"[]", "is not a manifest of mpitrain"),
             (b"{}", "is not a manifest of mpitrain"),
-            (b'{"format": "mpitrain-dataset", "version": 9}', "has format version 9, this mpitrain reads 1"),
+            (b'{"format": "mpitrain-dataset", "version": 9}', "has format version 9, but this mpitrain reads 1"),
         ],
     )
-    def test_a_manifest_that_is_none(self, tokens_set, content, problem):
+    def test_an_invalid_manifest(self, tokens_set, content, problem):
         folder, _ = tokens_set(100)
         (folder / "dataset.json").write_bytes(content)
         with pytest.raises(InputError) as caught:

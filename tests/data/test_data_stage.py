@@ -19,7 +19,7 @@ def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_copy_has_the_same_files_and_is_used_again(tokens_set, tmp_path):
+def test_a_copy_has_the_same_files_and_is_reused(tokens_set, tmp_path):
     source, content = tokens_set(300_000, shard=70_000, held_out=0.2)
     place = tmp_path / "disk" / "of the node"
     stage(source, place)
@@ -35,7 +35,7 @@ def test_a_copy_has_the_same_files_and_is_used_again(tokens_set, tmp_path):
 
 
 @pytest.mark.parametrize("harm", ["shorten", "remove", "manifest"])
-def test_a_copy_that_is_not_whole_is_made_again(tokens_set, tmp_path, harm):
+def test_an_incomplete_copy_is_replaced(tokens_set, tmp_path, harm):
     source, _ = tokens_set(300_000, shard=70_000)
     stage(source, tmp_path / "disk")
     copy = staged_folder(source, tmp_path / "disk")
@@ -51,7 +51,7 @@ def test_a_copy_that_is_not_whole_is_made_again(tokens_set, tmp_path, harm):
     assert [path.name for path in (tmp_path / "disk").iterdir()] == [copy.name]
 
 
-def test_damaged_shards_are_named_and_no_copy_is_left(tokens_set, tmp_path):
+def test_damaged_shards_are_reported_and_leave_no_copy(tokens_set, tmp_path):
     source, _ = tokens_set(300_000, shard=70_000)
     shard = sorted(source.glob("*.h5"))[2]
     data = bytearray(shard.read_bytes())
@@ -62,18 +62,18 @@ def test_damaged_shards_are_named_and_no_copy_is_left(tokens_set, tmp_path):
     assert not list((tmp_path / "disk").iterdir())
 
 
-def test_too_little_room_is_told_with_what_is_needed(tokens_set, tmp_path):
+def test_too_little_space_is_reported_with_the_required_size(tokens_set, tmp_path):
     source, _ = tokens_set(300_000)
     read = read_manifest(source)
     [spec] = read.splits["train"].shards
     split = read.splits["train"].model_copy(update={"shards": (spec.model_copy(update={"bytes": 1 << 50}),)})
     write_manifest(source, read.model_copy(update={"splits": {"train": split}}))
-    with pytest.raises(InputError, match=r"data.stage .*disk has [\d.]+ GB free and the data set needs 1125900.0 GB"):
+    with pytest.raises(InputError, match=r"data.stage .*disk has [\d.]+ GB free, but the data set needs 1125900.0 GB"):
         stage(source, tmp_path / "disk")
     assert not list((tmp_path / "disk").iterdir())
 
 
-def test_many_at_once_make_one_copy(tokens_set, tmp_path):
+def test_concurrent_processes_make_one_copy(tokens_set, tmp_path):
     source, _ = tokens_set(300_000, shard=30_000)
     errors = []
 
@@ -95,7 +95,7 @@ def test_many_at_once_make_one_copy(tokens_set, tmp_path):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_the_first_rank_of_a_node_copies_and_all_find_it(world, folder):
+def test_the_first_rank_of_a_node_copies_for_all(world, folder):
     world.on_root(lambda: make(folder))
     for _ in range(2):
         stage_on_nodes(world, str(folder / "set"), folder / "disk")
@@ -105,10 +105,10 @@ def test_the_first_rank_of_a_node_copies_and_all_find_it(world, folder):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_what_fails_on_one_rank_is_told_by_all(world, folder):
+def test_a_failure_on_one_rank_is_raised_on_all(world, folder):
     world.on_root(lambda: make(folder))
     world.on_root(lambda: (folder / "disk").write_text("no folder"))
-    with pytest.raises(InputError, match=r"disk.*a file lies where a folder is needed"):
+    with pytest.raises(InputError, match=r"disk.*a file exists where a folder is needed"):
         stage_on_nodes(world, str(folder / "set"), folder / "disk")
     with pytest.raises(InputError, match=r"nowhere"):
         stage_on_nodes(world, str(folder / "nowhere"), folder / "other")

@@ -29,7 +29,7 @@ def texts(folder, count, size=400):
     return contents
 
 
-def test_one_file_holds_out_its_end_after_a_line(tmp_path, command):
+def test_the_end_of_a_single_file_is_held_out_after_a_line(tmp_path, command):
     lines = b"".join(b"line %04d\n" % i for i in range(1000))
     (tmp_path / "a.txt").write_bytes(lines)
     code, out, _ = command("prepare", tmp_path / "a.txt", "--out", tmp_path / "set")
@@ -41,7 +41,7 @@ def test_one_file_holds_out_its_end_after_a_line(tmp_path, command):
     assert abs(len(held_out) / len(lines) - 0.05) < 0.002
 
 
-def test_several_files_are_held_out_whole(tmp_path, command):
+def test_whole_files_are_held_out(tmp_path, command):
     contents = texts(tmp_path / "texts", 60)
     assert command("prepare", tmp_path / "texts", "--out", tmp_path / "set", "--held-out", 0.1)[0] == 0
     held_out = stream(tmp_path / "set", "held_out").tobytes()
@@ -82,7 +82,7 @@ def test_the_same_input_gives_the_same_data_set(tmp_path, command):
     assert (tmp_path / "one" / "train-00000.h5").read_bytes() == (tmp_path / "two" / "train-00000.h5").read_bytes()
 
 
-def test_shards_are_cut_at_the_size_asked_for(tokens_set):
+def test_shards_have_the_requested_size(tokens_set):
     folder, content = tokens_set(10_000, shard=3000)
     manifest = read_manifest(folder)
     assert [shard.rows for shard in manifest.splits["train"].shards] == [3000, 3000, 3000, 1000]
@@ -97,7 +97,7 @@ def test_a_shard_takes_many_blocks(tokens_set):
 
 
 @pytest.mark.parametrize("fraction", [0.02, 0.05, 0.3])
-def test_whole_files_come_near_the_fraction(fraction):
+def test_held_out_files_approximate_the_fraction(fraction):
     sizes = np.random.default_rng(1).integers(1, 10_000, 500)
     held_out = held_out_files(sizes.tolist(), fraction)
     assert sizes[held_out].sum() / sizes.sum() == pytest.approx(fraction, rel=0.1)
@@ -143,7 +143,7 @@ def test_a_tokenizer_file_gives_tokens_that_decode_to_the_text(tmp_path, command
     assert description.vocabulary == encoder.get_vocab_size() > ids.max()
 
 
-def test_a_large_vocabulary_is_kept_in_32_bits(tmp_path, command):
+def test_a_large_vocabulary_is_stored_in_32_bits(tmp_path, command):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = Tokenizer(models.WordLevel({"<unk>": 0, "the": 1, "cat": 70_000}, unk_token="<unk>"))
@@ -169,38 +169,38 @@ def test_a_cut_never_splits_a_character_for_the_tokenizer(tmp_path, command, tok
 
 
 class TestRefused:
-    def test_nothing_there(self, refused):
-        assert "nowhere.txt does not exist; give an existing file" in refused("nowhere.txt")
+    def test_a_missing_path(self, refused):
+        assert "nowhere.txt does not exist; use an existing file" in refused("nowhere.txt")
 
     def test_an_empty_file(self, tmp_path, refused):
         (tmp_path / "a.txt").touch()
-        assert "a.txt is empty; give a file with data" in refused(tmp_path / "a.txt")
+        assert "a.txt is empty; use a file with data" in refused(tmp_path / "a.txt")
 
     def test_an_empty_folder(self, tmp_path, refused):
         (tmp_path / "nothing").mkdir()
-        assert "nothing holds no data" in refused(tmp_path / "nothing")
+        assert "nothing contains no data" in refused(tmp_path / "nothing")
 
     @pytest.mark.parametrize("name", ["model.pt", "a.h5", "a.arrow", "a.pkl", "a.zip", "noname"])
-    def test_a_kind_it_does_not_read(self, tmp_path, refused, name):
+    def test_an_unsupported_kind(self, tmp_path, refused, name):
         (tmp_path / name).write_bytes(b"PK\0\0binary")
         message = refused(tmp_path / name)
-        assert f"{name} is of no kind that prepare reads: text, JSON lines, .npy/.npz" in message
+        assert f"{name} is of no kind that prepare can read; convert it to text, JSON lines, .npy/.npz" in message
 
-    def test_a_folder_of_nothing_it_reads(self, tmp_path, refused):
+    def test_a_folder_of_unsupported_files(self, tmp_path, refused):
         (tmp_path / "models").mkdir()
         (tmp_path / "models" / "a.pt").write_bytes(b"PK\0")
-        assert "holds only files of kinds that prepare does not read, such as a.pt" in refused(tmp_path / "models")
+        assert "contains only files that prepare cannot read, such as a.pt" in refused(tmp_path / "models")
 
     def test_text_that_is_not_utf8_with_a_tokenizer(self, tmp_path, refused, tokenizer):
         (tmp_path / "a.txt").write_bytes(b"abc\xff def\n" * 10)
         message = refused(tmp_path / "a.txt", "--tokenizer", tokenizer)
         assert "a.txt is not UTF-8 at byte 3" in message
-        assert "leave --tokenizer, --pack and --blank-lines out" in message
+        assert "without --tokenizer, --pack and --blank-lines" in message
 
-    def test_a_file_that_is_no_tokenizer(self, tmp_path, refused):
+    def test_a_file_that_is_not_a_tokenizer(self, tmp_path, refused):
         (tmp_path / "a.txt").write_text("abc")
         (tmp_path / "t.json").write_text("{}")
-        assert "t.json is not one of Hugging Face tokenizers" in refused(
+        assert "t.json is not a Hugging Face tokenizer" in refused(
             tmp_path / "a.txt", "--tokenizer", tmp_path / "t.json"
         )
         assert "none.json does not exist" in refused(tmp_path / "a.txt", "--tokenizer", tmp_path / "none.json")
@@ -220,7 +220,7 @@ class TestRefused:
         (tmp_path / "a.txt").write_text("abc")
         (tmp_path / "b.csv").write_text("1,2\n")
         message = refused(tmp_path / "a.txt", tmp_path / "b.csv")
-        assert "sources of different kinds: text" in message
+        assert "the sources are of different kinds: text" in message
         assert "tables" in message
 
     def test_a_folder_of_two_kinds(self, tmp_path, refused):
@@ -231,11 +231,11 @@ class TestRefused:
 
     def test_options_of_another_kind(self, tmp_path, refused):
         (tmp_path / "a.txt").write_text("abc")
-        assert "--label is for tables, these sources are text" in refused(tmp_path / "a.txt", "--label", "x")
+        assert "--label is for tables, but these sources are text" in refused(tmp_path / "a.txt", "--label", "x")
         assert "--size is for images" in refused(tmp_path / "a.txt", "--size", "8x8")
 
 
-def test_a_stream_without_ends_is_written_as_it_was_before_documents_had_any(tokens_set):
+def test_a_stream_without_end_tokens_keeps_its_old_format(tokens_set):
     folder, _ = tokens_set(5000)
     content = json.loads((folder / "dataset.json").read_text())
     assert not {"document_end", "pack"} & set(content)
@@ -244,5 +244,5 @@ def test_a_stream_without_ends_is_written_as_it_was_before_documents_had_any(tok
     assert read_manifest(folder).identity == f"{zlib.crc32(canonical):08x}"
     manifest = read_manifest(folder)
     write_manifest(folder, manifest.model_copy(update={"pack": 8}))
-    with pytest.raises(InputError, match="which are no samples of 9; prepare the data set again"):
+    with pytest.raises(InputError, match="not a multiple of the 9 of a sample; prepare the data set again"):
         read_manifest(folder)

@@ -53,7 +53,7 @@ def test_an_array_of_one_dimension_is_tokens(tmp_path, command, dtype):
     assert read_manifest(tmp_path / "set").vocabulary == TOKENS.max() + 1
 
 
-def test_flat_tokens_of_32_bits_are_read_as_such(tmp_path, command):
+def test_flat_tokens_of_32_bits(tmp_path, command):
     tokens = TOKENS.astype(np.uint32) * 3
     (tmp_path / "a.bin").write_bytes(tokens.tobytes())
     flags = ("--dtype", "uint32", "--end-token", 7, "--held-out", 0, "--out", tmp_path / "set")
@@ -63,7 +63,9 @@ def test_flat_tokens_of_32_bits_are_read_as_such(tmp_path, command):
 
 
 @pytest.mark.parametrize(("dtype", "code", "sequences", "gap"), [("uint16", 8, 1, 0), ("int32", 4, 3, 6)])
-def test_megatrons_documents_are_held_out_whole_and_their_end_is_found(tmp_path, command, dtype, code, sequences, gap):
+def test_megatron_documents_are_held_out_whole_and_their_end_token_is_detected(
+    tmp_path, command, dtype, code, sequences, gap
+):
     random = np.random.default_rng(5)
     documents = [[*random.integers(0, 900, 1 + i % 50), 999] for i in range(200)]
     index = write_megatron(tmp_path / "corpus", documents, np.dtype(dtype), code, sequences, gap)
@@ -81,7 +83,7 @@ def test_megatrons_documents_are_held_out_whole_and_their_end_is_found(tmp_path,
         assert all_documents == sorted([int(token) for token in document] for document in documents)
 
 
-def test_an_end_is_put_where_megatrons_documents_have_none(tmp_path, command):
+def test_an_end_token_is_added_to_megatron_documents_without_one(tmp_path, command):
     index = write_megatron(tmp_path / "corpus", [[1, 2, 3], [4, 5], [6]])
     flags = ("--held-out", 0, "--out", tmp_path / "set", "--end-token", 9)
     assert command("prepare", index, *flags)[0] == 0
@@ -90,27 +92,27 @@ def test_an_end_is_put_where_megatrons_documents_have_none(tmp_path, command):
 
 
 class TestRefused:
-    def test_a_token_beyond_the_vocabulary_by_its_place(self, tmp_path, refused):
+    def test_a_token_outside_the_vocabulary(self, tmp_path, refused):
         (tmp_path / "a.bin").write_bytes(np.array([1, 2, 500, 3], np.uint16).tobytes())
         np.save(tmp_path / "b.npy", np.array([5, -1, 3]))
         assert "a.bin, token 2: 500 is not in a vocabulary of 300" in refused(tmp_path / "a.bin", "--vocabulary", 300)
         assert "b.npy, token 1: -1 is not in a vocabulary" in refused(tmp_path / "b.npy")
 
-    def test_bytes_that_are_no_whole_numbers(self, tmp_path, refused):
+    def test_a_size_that_is_not_a_multiple_of_the_dtype(self, tmp_path, refused):
         (tmp_path / "a.bin").write_bytes(b"12345")
-        assert "a.bin has 5 bytes, which are no whole numbers of uint16; give its --dtype" in refused(
+        assert "a.bin has 5 bytes, which is not a multiple of 2, the size of uint16; set --dtype" in refused(
             tmp_path / "a.bin"
         )
 
-    def test_an_index_of_other_tokens(self, tmp_path, refused):
+    def test_an_index_that_does_not_match_its_tokens(self, tmp_path, refused):
         index = write_megatron(tmp_path / "corpus", [[1, 2, 3], [4, 5]])
         (tmp_path / "corpus.bin").write_bytes(b"12")
-        assert "do not belong together" in refused(index)
+        assert "do not match" in refused(index)
         index.write_bytes(index.read_bytes()[:-9])
         assert "corpus.idx ends too early" in refused(index)
         (tmp_path / "corpus.bin").unlink()
-        assert "corpus.idx has no .bin of the same name beside it" in refused(index)
+        assert "corpus.idx needs a .bin of the same name" in refused(index)
 
-    def test_an_end_by_name_without_a_tokenizer(self, tmp_path, refused):
+    def test_an_end_token_by_name_without_a_tokenizer(self, tmp_path, refused):
         (tmp_path / "a.bin").write_bytes(b"1234")
-        assert "give --tokenizer too, or the token's number" in refused(tmp_path / "a.bin", "--end-token", "</s>")
+        assert "add the --tokenizer, or use the token's number" in refused(tmp_path / "a.bin", "--end-token", "</s>")

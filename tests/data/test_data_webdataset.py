@@ -13,7 +13,7 @@ from mpitrain.data import open_dataset
 from mpitrain.data.format import read_manifest
 
 
-def picture(seed, form="PNG"):
+def make_image(seed, form="PNG"):
     """Return an image as uint8 [3, 5, 4] and the content of its file."""
     pixels = np.random.default_rng(seed).integers(0, 256, (5, 4, 3)).astype(np.uint8)
     file = io.BytesIO()
@@ -21,7 +21,7 @@ def picture(seed, form="PNG"):
     return pixels.transpose(2, 0, 1), file.getvalue()
 
 
-def archive(path, members):
+def write_archive(path, members):
     """Write a tar archive. members: (name, content), or a TarInfo of another kind of entry."""
     with tarfile.open(path, "w") as file:
         for member in members:
@@ -34,68 +34,70 @@ def archive(path, members):
     return path
 
 
-def pairs(seeds, label, ending="cls"):
-    return [m for i in seeds for m in ((f"a/{i:04}.png", picture(i)[1]), (f"a/{i:04}.{ending}", label(i)))]
+def image_pairs(seeds, label, ending="cls"):
+    return [m for i in seeds for m in ((f"a/{i:04}.png", make_image(i)[1]), (f"a/{i:04}.{ending}", label(i)))]
 
 
-def everything(folder, split="train"):
+def read_split(folder, split="train"):
     data = open_dataset(folder, split)
     return data.read(np.arange(len(data)))
 
 
-def test_archives_are_read_as_they_lie_whatever_else_is_in_them(tmp_path, command):
+def test_archives_are_read_in_order_and_other_files_ignored(tmp_path, command):
     link = tarfile.TarInfo("a/0001.jpg")  # to a file of this machine, which is never followed
     link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-    away = ("../../0100.png", picture(100)[1]), ("../../0100.cls", b"1\n")  # a path that is nobody's business
+    away = ("../../0100.png", make_image(100)[1]), ("../../0100.cls", b"1\n")  # a path that is nobody's business
     members = [
         ("readme.md", b"hello"),
-        *pairs(range(6), lambda i: b"%d\n" % (i % 2)),
+        *image_pairs(range(6), lambda i: b"%d\n" % (i % 2)),
         ("a/0005.xyz", b"?"),
         link,
         *away,
     ]
-    archive(tmp_path / "train-0000.tar", members)
-    second = archive(tmp_path / "second.tar", pairs(range(6, 9), lambda i: b"0"))
+    write_archive(tmp_path / "train-0000.tar", members)
+    second = write_archive(tmp_path / "second.tar", image_pairs(range(6, 9), lambda i: b"0"))
     (tmp_path / "train-0001.tar.gz").write_bytes(gzip.compress(second.read_bytes()))
     second.unlink()
-    archive(tmp_path / "val-0000.tar", pairs(range(9, 12), lambda i: b"1"))
+    write_archive(tmp_path / "val-0000.tar", image_pairs(range(9, 12), lambda i: b"1"))
     (tmp_path / "names").write_text("cat\ndog\n")
     code, out, error = command(
         "prepare", *sorted(tmp_path.glob("*.tar*")), "--out", tmp_path / "set", "--classes", tmp_path / "names"
     )
     assert code == 0, error
-    x, y = everything(tmp_path / "set")
+    x, y = read_split(tmp_path / "set")
     seeds = [*range(6), 100, *range(6, 9)]
-    np.testing.assert_allclose(x * 255, np.stack([picture(i)[0] for i in seeds]), atol=1e-3)
+    np.testing.assert_allclose(x * 255, np.stack([make_image(i)[0] for i in seeds]), atol=1e-3)
     assert y.tolist() == [0, 1, 0, 1, 0, 1, 1, 0, 0, 0]
-    assert everything(tmp_path / "set", "held_out")[1].tolist() == [1, 1, 1]
+    assert read_split(tmp_path / "set", "held_out")[1].tolist() == [1, 1, 1]
     assert read_manifest(tmp_path / "set").classes == ("cat", "dog")
-    assert "passed over 3 other members, such as readme.md" in out
+    assert "ignored 3 other files, such as readme.md" in out
     assert {path.name for path in tmp_path.iterdir()} == {
         "names", "set", "train-0000.tar", "train-0001.tar.gz", "val-0000.tar"
     }  # fmt: skip
 
 
-def test_classes_by_name_of_json_or_text(tmp_path, command):
+def test_class_names_in_json_or_text(tmp_path, command):
     kinds = ("dog", "cat")
     forms = {
         "json": lambda i: json.dumps({"label": kinds[i % 2], "id": i}).encode(),
         "txt": lambda i: kinds[i % 2].encode(),
     }
     for ending, label in forms.items():
-        source = archive(tmp_path / f"{ending}.tar", pairs(range(4), label, ending))
+        source = write_archive(tmp_path / f"{ending}.tar", image_pairs(range(4), label, ending))
         assert command("prepare", source, "--out", tmp_path / ending, "--held-out", 0)[0] == 0
-        assert everything(tmp_path / ending)[1].tolist() == [1, 0, 1, 0]
+        assert read_split(tmp_path / ending)[1].tolist() == [1, 0, 1, 0]
         assert read_manifest(tmp_path / ending).classes == ("cat", "dog")
 
 
 @pytest.mark.parametrize("form", ["folders", "archive"])
-def test_images_that_cannot_be_read_are_left_out_and_counted_if_that_is_said(tmp_path, command, refused, form):
-    good = picture(0)[1]
+def test_unreadable_images_are_skipped_and_counted_with_skip_bad(tmp_path, command, refused, form):
+    good = make_image(0)[1]
     contents = [b"", good[:60], good, b"no image", good, good]  # of classes 0 1 0 1 0 1
     source = tmp_path / "images.tar"
     if form == "archive":
-        archive(source, [m for i, c in enumerate(contents) for m in ((f"{i}.png", c), (f"{i}.cls", b"%d" % (i % 2)))])
+        write_archive(
+            source, [m for i, c in enumerate(contents) for m in ((f"{i}.png", c), (f"{i}.cls", b"%d" % (i % 2)))]
+        )
     else:
         for i, content in enumerate(contents):
             (source / str(i % 2)).mkdir(parents=True, exist_ok=True)
@@ -104,20 +106,20 @@ def test_images_that_cannot_be_read_are_left_out_and_counted_if_that_is_said(tmp
     assert ("0.png" in message or "0 in archive" in message) and "--skip-bad" in message
     code, out, _ = command("prepare", source, "--out", tmp_path / "set", "--held-out", 0, "--skip-bad")
     assert code == 0 and "left out 3 images that cannot be read, such as " in out
-    assert everything(tmp_path / "set")[1].tolist() == [0, 0, 1]
+    assert read_split(tmp_path / "set")[1].tolist() == [0, 0, 1]
 
 
-def test_archives_that_cannot_be_learnt_from_are_refused(tmp_path, refused):
-    whole = archive(tmp_path / "a.tar", pairs(range(40), lambda i: b"%d" % i)).read_bytes()
+def test_unusable_archives_are_refused(tmp_path, refused):
+    whole = write_archive(tmp_path / "a.tar", image_pairs(range(40), lambda i: b"%d" % i)).read_bytes()
     for at in (len(whole) // 2 // 512 * 512, 512 * 3 + 100, 0):
         (tmp_path / "cut.tar").write_bytes(whole[:at] or b"nothing of the kind")
-        assert "cut.tar is not a whole tar file" in refused(tmp_path / "cut.tar")
+        assert "cut.tar is not a complete tar file" in refused(tmp_path / "cut.tar")
     damaged = bytearray(whole)
     damaged[1024 * 20 + 10] ^= 255  # in a header: the standard library would take that for the end
     (tmp_path / "cut.tar").write_bytes(bytes(damaged))
-    assert "is not a whole tar file (it is cut off or damaged" in refused(tmp_path / "cut.tar")
-    lonely = archive(tmp_path / "b.tar", [("x.png", picture(1)[1])])
+    assert "is not a complete tar file (it is cut off or damaged" in refused(tmp_path / "cut.tar")
+    lonely = write_archive(tmp_path / "b.tar", [("x.png", make_image(1)[1])])
     assert "x in archive" in refused(lonely) and "has no class" in refused(lonely)
-    assert "holds no images with classes" in refused(archive(tmp_path / "c.tar", [("x.bin", b"1")]))
+    assert "has no images with classes" in refused(write_archive(tmp_path / "c.tar", [("x.bin", b"1")]))
     (tmp_path / "names").write_text("cat\n")
-    assert "has class '1', and" in refused(tmp_path / "a.tar", "--classes", tmp_path / "names")
+    assert "has the class '1', which" in refused(tmp_path / "a.tar", "--classes", tmp_path / "names")

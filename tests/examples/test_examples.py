@@ -34,7 +34,7 @@ def load(name):
     return module
 
 
-def told(world, capsys, module, *arguments):
+def output_of(world, capsys, module, *arguments):
     """Run an example, and return its output on every rank."""
     capsys.readouterr()
     module.main([str(argument) for argument in arguments])
@@ -43,12 +43,12 @@ def told(world, capsys, module, *arguments):
     return world.broadcast_object(mine)
 
 
-def found(pattern, text):
+def numbers_in(pattern, text):
     """Return the numbers that a pattern matches, in order."""
     return [float(number.rstrip("%")) for number in re.findall(pattern, text)]
 
 
-def on_one_rank(world, act):
+def run_on_one_rank(world, act):
     """Call act(communicator of one rank) on rank 0 alone, and return its result on every rank."""
     alone = world.subgroup([0])
     result = None
@@ -58,31 +58,31 @@ def on_one_rank(world, act):
     return world.broadcast_object(result)
 
 
-def silent(text):
+def ignore(text):
     pass
 
 
 @pytest.mark.ranks(3)
-def test_losses_of_the_ddp_example_fall_and_are_those_of_one_rank(world, capsys):
+def test_ddp_example_matches_the_losses_of_one_rank(world, capsys):
     ddp = load("ddp")
-    printed = told(world, capsys, ddp, "--steps", 60)
-    losses = found(r"loss ([\d.]+)", printed)
+    printed = output_of(world, capsys, ddp, "--steps", 60)
+    losses = numbers_in(r"loss ([\d.]+)", printed)
     assert len(losses) == 3 and losses[-1] < 0.75 * losses[0]
-    assert found(r"([\d.]+%) of the points", printed)[0] > 70
-    _, several = ddp.train(world, 25, silent)  # into the second epoch
-    assert several == pytest.approx(on_one_rank(world, lambda alone: ddp.train(alone, 25, silent)[1]), rel=1e-4)
+    assert numbers_in(r"([\d.]+%) of the points", printed)[0] > 70
+    _, several = ddp.train(world, 25, ignore)  # into the second epoch
+    assert several == pytest.approx(run_on_one_rank(world, lambda alone: ddp.train(alone, 25, ignore)[1]), rel=1e-4)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("zero", [0, 3, *(pytest.param(stage, marks=pytest.mark.campaign) for stage in (1, 2))])
-def test_the_engine_example_goes_on_to_the_bit_and_its_memory_is_the_formulas(world, folder, capsys, zero):
+def test_engine_example_resumes_bit_by_bit_and_its_memory_matches_the_formula(world, folder, capsys, zero):
     engine = load("engine")
-    whole = told(world, capsys, engine, "--zero", zero, "--steps", 20)
-    told(world, capsys, engine, "--zero", zero, "--steps", 10, "--save", folder / "kept")
-    resumed = told(world, capsys, engine, "--zero", zero, "--steps", 20, "--save", folder / "kept", "--resume")
+    whole = output_of(world, capsys, engine, "--zero", zero, "--steps", 20)
+    output_of(world, capsys, engine, "--zero", zero, "--steps", 10, "--save", folder / "kept")
+    resumed = output_of(world, capsys, engine, "--zero", zero, "--steps", 20, "--save", folder / "kept", "--resume")
     assert re.findall(r"parameters (\w{16})", whole) == re.findall(r"parameters (\w{16})", resumed)
-    assert "going on after step 10, where the loss was" in resumed
-    losses = found(r"loss ([\d.]+) ", whole)
+    assert "continuing after step 10, where the loss was" in resumed
+    losses = numbers_in(r"loss ([\d.]+) ", whole)
     assert losses[-1] < 0.8 * losses[0]
     rows = re.findall(r"(parameters|gradients|states) +([\d.]+) +([\d.]+)", whole)
     assert len(rows) == 3
@@ -92,7 +92,7 @@ def test_the_engine_example_goes_on_to_the_bit_and_its_memory_is_the_formulas(wo
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("share_node", [False, True])
-def test_the_engine_example_has_the_losses_of_one_rank(world, share_node):
+def test_engine_example_matches_the_losses_of_one_rank(world, share_node):
     engine = load("engine")
 
     def steps(comm):
@@ -101,10 +101,10 @@ def test_the_engine_example_has_the_losses_of_one_rank(world, share_node):
         training_engine.close()
         return losses
 
-    assert steps(world) == pytest.approx(on_one_rank(world, steps), rel=1e-5)
+    assert steps(world) == pytest.approx(run_on_one_rank(world, steps), rel=1e-5)
 
 
-def mesh_alone(mesh, steps):
+def mesh_on_one_process(mesh, steps):
     """Return the losses of plain PyTorch in one process."""
     torch.manual_seed(0)
     model = mesh.Transformer()
@@ -124,36 +124,36 @@ def mesh_alone(mesh, steps):
 
 
 @pytest.mark.ranks(2, 4)
-def test_the_mesh_example_has_the_losses_of_one_process_on_four_meshes(world, capsys):
+def test_mesh_example_matches_one_process_on_four_meshes(world, capsys):
     mesh = load("mesh")
-    expected = mesh_alone(mesh, 6)
+    expected = mesh_on_one_process(mesh, 6)
     n = world.size
     shapes = {2: [(2, 1), (1, 2), (1, 1)], 4: [(2, 2)]}[n]
     for number, (pipeline, tensor) in enumerate(shapes):
         axes = mt.Mesh.make(world, pipeline=pipeline, tensor=tensor)
         schedule = ("1f1b", "zero-bubble", "gpipe")[number]
-        assert mesh.train(axes, 6, schedule, silent) == pytest.approx(expected, rel=1e-5), (pipeline, tensor)
+        assert mesh.train(axes, 6, schedule, ignore) == pytest.approx(expected, rel=1e-5), (pipeline, tensor)
         axes.free()
     if n > 2:
         return
     pipeline, tensor = shapes[0]
-    printed = told(world, capsys, mesh, "--steps", 20, "--pipeline", pipeline, "--tensor", tensor)
+    printed = output_of(world, capsys, mesh, "--steps", 20, "--pipeline", pipeline, "--tensor", tensor)
     assert f"{n // pipeline // tensor} x {pipeline} x {tensor} ranks along data, pipeline, tensor" in printed
-    losses = found(r"loss ([\d.]+)", printed)
+    losses = numbers_in(r"loss ([\d.]+)", printed)
     assert len(losses) == 2 and losses[1] < losses[0] - 0.2
 
 
 @pytest.mark.ranks(2, 3)
-def test_the_images_example_tells_held_out_digits(world, folder, capsys, monkeypatch):
+def test_images_example_classifies_held_out_digits(world, folder, capsys, monkeypatch):
     images = load("images")
     monkeypatch.chdir(folder)
-    printed = told(world, capsys, images, "--steps", 40)
+    printed = output_of(world, capsys, images, "--steps", 40)
     assert "1617 images of (1, 8, 8), and 180 held out" in printed and (folder / "data/digits").is_dir()
-    assert found(r"accuracy ([\d.]+%)", printed)[0] > 85
+    assert numbers_in(r"accuracy ([\d.]+%)", printed)[0] > 85
     data = open_dataset("digits")
-    _, several = images.train(world, data, 10, silent)
+    _, several = images.train(world, data, 10, ignore)
     assert several == pytest.approx(
-        on_one_rank(world, lambda alone: images.train(alone, data, 10, silent)[1]), rel=1e-4
+        run_on_one_rank(world, lambda alone: images.train(alone, data, 10, ignore)[1]), rel=1e-4
     )
 
 
@@ -174,11 +174,11 @@ def save_with_tokenizer(folder, text):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("zero", [pytest.param(2, marks=pytest.mark.campaign), 3])
-def test_a_fine_tuned_model_is_loaded_again_by_transformers(world, folder, capsys, zero):
+def test_transformers_loads_the_fine_tuned_model(world, folder, capsys, zero):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tune = load("finetune_hf")
-    printed = told(world, capsys, tune, "--steps", 20, "--zero", zero, "--out", folder / "tuned")
+    printed = output_of(world, capsys, tune, "--steps", 20, "--zero", zero, "--out", folder / "tuned")
     first, last = map(float, re.search(r"held-out loss ([\d.]+) before, ([\d.]+) after", printed).groups())
     assert last < 0.8 * first
     model = AutoModelForCausalLM.from_pretrained(folder / "tuned", local_files_only=True)
@@ -195,8 +195,8 @@ def test_a_fine_tuned_model_is_loaded_again_by_transformers(world, folder, capsy
         save_with_tokenizer(folder / "model", text)
     world.barrier()
     arguments = ("--model", folder / "model", "--text", folder / "text", "--steps", 4, "--lr", 0.01, "--zero", zero)
-    printed = told(world, capsys, tune, *arguments, "--out", folder / "again")
-    assert found(r"loss ([\d.]+)", printed)[-1] < found(r"loss ([\d.]+)", printed)[0]
+    printed = output_of(world, capsys, tune, *arguments, "--out", folder / "again")
+    assert numbers_in(r"loss ([\d.]+)", printed)[-1] < numbers_in(r"loss ([\d.]+)", printed)[0]
     tokenizer = AutoTokenizer.from_pretrained(folder / "again", local_files_only=True)
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     model = AutoModelForCausalLM.from_pretrained(folder / "again", local_files_only=True)
@@ -204,22 +204,22 @@ def test_a_fine_tuned_model_is_loaded_again_by_transformers(world, folder, capsy
 
 
 @pytest.mark.ranks(2)
-def test_the_deepspeed_example_trains_and_has_the_losses_of_one_rank(world, folder, capsys):
+def test_deepspeed_example_matches_the_losses_of_one_rank(world, folder, capsys):
     script = load("deepspeed_config/train")
-    printed = told(world, capsys, script, "--steps", 40, "--save", folder / "kept")
+    printed = output_of(world, capsys, script, "--steps", 40, "--save", folder / "kept")
     assert printed.startswith("without effect here: steps_per_print, wall_clock_breakdown, zero_optimization.overlap")
-    losses = found(r"loss ([\d.]+)", printed)
+    losses = numbers_in(r"loss ([\d.]+)", printed)
     assert losses[-1] < 0.4 * losses[0]
     assert "saved step-00000040" in printed
 
     def steps(comm):
         torch.manual_seed(0)
         engine = mt.initialize(script.Net(), config=EXAMPLES / "deepspeed_config/ds_config.json", comm=comm)
-        losses = script.train(engine, comm, 25, silent)  # into the second epoch
+        losses = script.train(engine, comm, 25, ignore)  # into the second epoch
         engine.close()
         return losses
 
-    assert steps(world) == pytest.approx(on_one_rank(world, steps), rel=1e-4)
+    assert steps(world) == pytest.approx(run_on_one_rank(world, steps), rel=1e-4)
 
 
 @pytest.mark.ranks(2)
@@ -227,15 +227,15 @@ def test_the_deepspeed_example_trains_and_has_the_losses_of_one_rank(world, fold
     ("name", "arguments", "message"),
     [
         ("engine", ["--resume", "--save", "nowhere"], "there is no checkpoint in nowhere"),
-        ("mesh", ["--pipeline", "3"], "parallel.pipeline 3 .* does not make 2 ranks"),
+        ("mesh", ["--pipeline", "3"], "parallel.pipeline 3 .* does not give 2 ranks"),
         ("mesh", ["--schedule", "1b1f"], "1b1f"),
         ("images", ["--data", "nowhere"], "nowhere"),
-        ("finetune_hf", ["--text", "nowhere"], "nowhere is no file"),
-        ("finetune_hf", ["--model", "nowhere"], "nowhere holds no model with a tokenizer"),
+        ("finetune_hf", ["--text", "nowhere"], "nowhere is not a file"),
+        ("finetune_hf", ["--model", "nowhere"], "nowhere has no model with a tokenizer"),
         ("deepspeed_config/train", ["--deepspeed_config", "nowhere.json"], "nowhere.json"),
     ],
 )
-def test_an_example_refuses_what_it_cannot_do_on_all_ranks(world, name, arguments, message):
+def test_examples_raise_input_errors_on_all_ranks(world, name, arguments, message):
     with pytest.raises(mt.InputError, match=message) as refused:
         load(name).main(arguments)
     assert "\n" not in str(refused.value)
@@ -244,7 +244,7 @@ def test_an_example_refuses_what_it_cannot_do_on_all_ranks(world, name, argument
 # -- as commands
 
 
-def test_every_example_is_known_here():
+def test_every_example_is_tested():
     assert {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.py")} == set(QUICK)
 
 
@@ -256,22 +256,22 @@ def start(forked, name, *arguments, cwd):
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_an_example_starts_without_mpirun_in_another_folder(tmp_path, forked, name):
+def test_examples_start_without_mpirun_in_another_folder(tmp_path, forked, name):
     result = start(forked, name, *QUICK[name], cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
-    assert len(found(r"step +\d+  loss ([\d.]+)", result.stdout)) >= 2, result.stdout
+    assert len(numbers_in(r"step +\d+  loss ([\d.]+)", result.stdout)) >= 2, result.stdout
 
 
-def test_an_example_starts_under_mpirun_in_another_folder(tmp_path):
+def test_examples_start_under_mpirun_in_another_folder(tmp_path):
     result = job(2, [sys.executable, str(EXAMPLES / "mesh.py"), "--pipeline", "2", *QUICK["mesh.py"]], cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "1 x 2 x 1 ranks" in result.stdout and "step    2  loss" in result.stdout
 
 
-def test_an_example_says_in_one_line_what_is_wrong(tmp_path, forked):
+def test_an_example_reports_an_error_in_one_line(tmp_path, forked):
     one_line(
-        start(forked, "engine.py", "--resume", cwd=tmp_path), "--resume goes on from a folder; give it with --save"
+        start(forked, "engine.py", "--resume", cwd=tmp_path), "--resume continues from a folder; name it with --save"
     )
 
 
@@ -279,12 +279,12 @@ def test_an_example_says_in_one_line_what_is_wrong(tmp_path, forked):
 @pytest.mark.parametrize(
     "name", [name if name in ("ddp.py", "mesh.py") else pytest.param(name, marks=pytest.mark.full) for name in QUICK]
 )
-def test_an_example_says_the_same_on_four_ranks_as_on_one(tmp_path, name):
+def test_examples_print_the_same_on_four_ranks_as_on_one(tmp_path, name):
     outputs = []
     for n in (1, 4):
         result = job(n, [sys.executable, str(EXAMPLES / name), *QUICK[name]], cwd=tmp_path)
         assert result.returncode == 0, result.stderr
-        outputs.append(found(r"loss ([\d.]+)", result.stdout))
+        outputs.append(numbers_in(r"loss ([\d.]+)", result.stdout))
     assert outputs[0] == pytest.approx(outputs[1], rel=1e-4)
 
 
@@ -294,7 +294,7 @@ PAGE = (ROOT / "docs/examples.md").read_text(encoding="utf-8")
 RUNS = [block.strip().splitlines() for block in re.findall(r"```console\n(.*?)```", PAGE, re.S)]
 
 
-def test_the_page_has_every_example_and_its_commands_start_with_one():
+def test_the_page_lists_every_example_and_its_commands():
     assert all(f"`examples/{name}`" in PAGE for name in QUICK)
     assert len(RUNS) >= len(QUICK)
     for line, *output in RUNS:

@@ -37,7 +37,7 @@ def loss_in(text):
 
 
 @pytest.mark.ranks(2)
-def test_the_loop_with_ddp_goes_on_with_the_same_bits(run, folder):
+def test_the_loop_with_ddp_resumes_bit_by_bit(run, folder):
     assert len(SCRIPTS) == 3
     whole = run("loop_ddp.py")
     assert whole.startswith("step 40: loss ")
@@ -49,7 +49,7 @@ def test_the_loop_with_ddp_goes_on_with_the_same_bits(run, folder):
 
 
 @pytest.mark.ranks(2)
-def test_the_loop_with_the_engine_goes_on_and_its_fragment_is_a_step(run):
+def test_the_loop_with_the_engine_resumes_and_its_fragment_is_a_step(run):
     first = run("loop_engine.py")
     assert "step 20: loss" in first and "step-00000020" in first
     states, formula = map(int, re.search(r"states: (\d+) bytes, by the formula (\d+)", first).groups())
@@ -62,7 +62,7 @@ def test_the_loop_with_the_engine_goes_on_and_its_fragment_is_a_step(run):
 
 
 @pytest.mark.ranks(2, 4)
-def test_the_loop_on_a_mesh_goes_on_where_it_stopped(run, world):
+def test_the_loop_on_a_mesh_resumes(run, world):
     first = run("loop_mesh.py")
     assert f"on a mesh of (1, 2, {world.size // 2})" in first
     resumed = run("loop_mesh.py")

@@ -41,7 +41,7 @@ def sections(text, parallel):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
-def test_a_loaded_model_is_what_the_ranks_trained_bit_by_bit(world, folder, text, parallel):
+def test_a_loaded_model_equals_the_trained_one_bit_by_bit(world, folder, text, parallel):
     trainer = Trainer(Config.from_dict({"run": {"dir": str(folder / "run")}} | sections(text, parallel)), world=world)
     with trainer.working():
         assert trainer.train() == 0
@@ -72,16 +72,16 @@ def test_a_loaded_model_is_what_the_ranks_trained_bit_by_bit(world, folder, text
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_model_that_is_divided_writes_the_text_of_one_rank(world, folder, text):
+def test_a_divided_model_generates_the_text_of_one_rank(world, folder, text):
     run(world, folder / "run", **sections(text, {"pipeline": world.size}))
     prompts = [list(prompt) for prompt in (b"def ", b"import torch", b"x", b"    return functional")]
     shapes = [{"pipeline": world.size}, {}] + ([{"tensor": 2}] if world.size == 2 else [])
-    alone = placing.placed(folder / "run", Job(), torch.device("cpu"))
+    alone = placing.load_language_model(folder / "run", Job(), torch.device("cpu"))
     for sampling in (Sampling(0), Sampling(0.8, 40, 0.9)):
         expected = Generation(alone, sampling, 24).run(prompts, Draws(2, prompts))
         for shape in shapes:
             mesh = Mesh.make(world, **shape)
-            model = placing.placed(folder / "run", Job(mesh), torch.device("cpu"))
+            model = placing.load_language_model(folder / "run", Job(mesh), torch.device("cpu"))
             mine = range(mesh.data.rank, len(prompts), mesh.data.size)
             continuations = Generation(model, sampling, 24).run(prompts, Draws(2, prompts), mine)
             assert [continuations[n] for n in mine] == [expected[n] for n in mine]
@@ -90,20 +90,20 @@ def test_a_model_that_is_divided_writes_the_text_of_one_rank(world, folder, text
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_divided_model_of_hugging_face_keeps_what_it_computed_and_writes_the_same_text(world, folder, text, family):
+def test_a_divided_hugging_face_model_uses_its_cache_and_generates_the_same_text(world, folder, text, family):
     if world.rank == 0:
         hugging_face.save(folder / family, family)
     world.barrier()
     model = {"factory": f"hf:{folder / family}", "sequence": 8}
     run(world, folder / "run", **sections(text, {}) | {"model": model})
     prompts = [list(prompt) for prompt in (b"def ", b"impo", b"x")]
-    alone = placing.placed(folder / "run", Job(), torch.device("cpu"))
+    alone = placing.load_language_model(folder / "run", Job(), torch.device("cpu"))
     recomputed = replace(alone, decoder=RecomputedBlocks([("", load_model(folder / "run"))]))
     sampling = Sampling(0.8, 40, 0.9)
     expected = Generation(recomputed, sampling, 12).run(prompts, Draws(2, prompts))
     for shape in ({"pipeline": 2}, {"tensor": 2}):
         mesh = Mesh.make(world, **shape)
-        divided = placing.placed(folder / "run", Job(mesh), torch.device("cpu"))
+        divided = placing.load_language_model(folder / "run", Job(mesh), torch.device("cpu"))
         assert isinstance(divided.decoder, CachedBlocks) and not divided.remark
         assert Generation(divided, sampling, 12).run(prompts, Draws(2, prompts), range(3)) == expected
         divided.decoder.begin()
@@ -116,7 +116,7 @@ def test_a_divided_model_of_hugging_face_keeps_what_it_computed_and_writes_the_s
 
 
 @pytest.mark.ranks(2, 3)
-def test_predictions_of_several_ranks_are_those_of_one_in_the_order_of_the_samples(world, folder):
+def test_predictions_of_several_ranks_equal_those_of_one(world, folder):
     model = {"name": "resnet", "layers": 18, "width": 4} if world.size == 2 else {"name": "mlp"}
     train = {"steps": 2, "batch": 6, "evaluate_samples": 6}
     run(world, folder / "run", data={"path": "digits"}, model=model, train=train)
@@ -157,7 +157,7 @@ def test_predictions_of_several_ranks_are_those_of_one_in_the_order_of_the_sampl
 
 
 @pytest.mark.ranks(2)
-def test_weights_fill_the_part_of_a_model_that_a_rank_has(world, folder, text):
+def test_weights_fill_a_ranks_part_of_a_model(world, folder, text):
     from mpitrain.tensor import parallelize, plan_for
 
     run(world, folder / "run", **sections(text, {"zero": 2}))

@@ -9,8 +9,8 @@ import torch
 
 from mpitrain.errors import InputError
 from mpitrain.generate import main as generate
-from mpitrain.inference.generation import BATCH, Draws, Generation, Sampling, StopWatch
-from mpitrain.inference.placing import CachedBlocks, LanguageModel, RecomputedBlocks, Transformers, of_transformers
+from mpitrain.inference.generation import BATCH, Draws, Generation, Sampling, StopSearch
+from mpitrain.inference.placing import CachedBlocks, LanguageModel, RecomputedBlocks, Transformers, transformers_model
 from mpitrain.inference.prompts import BytesCodec, TokenizerCodec, read_prompts
 from mpitrain.models.gpt import GPT
 
@@ -37,7 +37,7 @@ def model_of(decoder, end=None, longest=None):
     return LanguageModel(_Saved, decoder, VOCABULARY, longest, torch.device("cpu"))
 
 
-def cached(gpt):
+def cached_decoder(gpt):
     return CachedBlocks(gpt.pipeline_blocks(), "blocks.1")
 
 
@@ -47,39 +47,39 @@ def tokens_of(decoder, sampling, prompts, count=70, numbers=None, **options):
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0), SAMPLED], ids=["greedy", "sampled"])
-def test_the_cache_changes_nothing(gpt, sampling):
-    sequences = tokens_of(cached(gpt), sampling, PROMPTS[:4])
+def test_the_cache_does_not_change_the_tokens(gpt, sampling):
+    sequences = tokens_of(cached_decoder(gpt), sampling, PROMPTS[:4])
     assert sequences == tokens_of(RecomputedBlocks([("", gpt)]), sampling, PROMPTS[:4])
     assert all(len(tokens) == 70 for tokens in sequences)  # more than there is room for at first
 
 
-def test_the_likeliest_tokens_are_those_of_the_model_itself(gpt):
+def test_greedy_tokens_match_the_model(gpt):
     text = list(PROMPTS[2])
     with torch.no_grad():
         for _ in range(12):
             text.append(int(gpt(torch.tensor([text]))[0, -1].argmax()))
-    assert tokens_of(cached(gpt), Sampling(0), PROMPTS, 12)[2] == text[9:]
+    assert tokens_of(cached_decoder(gpt), Sampling(0), PROMPTS, 12)[2] == text[9:]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0), SAMPLED], ids=["greedy", "sampled"])
-def test_a_prompt_goes_on_alike_by_itself_and_beside_others_of_other_lengths(gpt, sampling):
-    sequences = tokens_of(cached(gpt), sampling, PROMPTS, 20)
+def test_a_continuation_does_not_depend_on_other_prompts_in_the_batch(gpt, sampling):
+    sequences = tokens_of(cached_decoder(gpt), sampling, PROMPTS, 20)
     for number in range(4):
-        assert sequences[number] == tokens_of(cached(gpt), sampling, [PROMPTS[number]], 20)[0]
-    assert tokens_of(cached(gpt), sampling, PROMPTS, 20, numbers=[2, 0])[2] == sequences[2]
-    again = tokens_of(cached(gpt), sampling, list(reversed(PROMPTS)), 20)
+        assert sequences[number] == tokens_of(cached_decoder(gpt), sampling, [PROMPTS[number]], 20)[0]
+    assert tokens_of(cached_decoder(gpt), sampling, PROMPTS, 20, numbers=[2, 0])[2] == sequences[2]
+    again = tokens_of(cached_decoder(gpt), sampling, list(reversed(PROMPTS)), 20)
     assert again[1:-1] == sequences[-2:0:-1]
     assert (sequences[0] == sequences[-1]) == (sampling.temperature == 0)  # the same prompt again is drawn anew
 
 
-def test_a_text_ends_at_the_end_of_its_document_and_where_positions_end(gpt):
-    free = tokens_of(cached(gpt), SAMPLED, PROMPTS, 30)
+def test_a_text_ends_at_the_end_token_and_at_the_last_position(gpt):
+    free = tokens_of(cached_decoder(gpt), SAMPLED, PROMPTS, 30)
     end = free[1][4]
-    model = model_of(cached(gpt), end=end)
+    model = model_of(cached_decoder(gpt), end=end)
     for text, one in zip(free, Generation(model, SAMPLED, 30).run(PROMPTS, Draws(5, PROMPTS)), strict=True):
         assert one.ended == (end in text)
         assert one.tokens == (text[: text.index(end)] if one.ended else text)
-    short = tokens_of(cached(gpt), SAMPLED, PROMPTS, 30, longest=12)
+    short = tokens_of(cached_decoder(gpt), SAMPLED, PROMPTS, 30, longest=12)
     assert short == [text[: 12 - len(prompt)] for text, prompt in zip(free, PROMPTS, strict=True)]
 
 
@@ -98,7 +98,7 @@ def nucleus(scores, temperature, k, p):
 
 
 @pytest.mark.parametrize(("temperature", "k", "p"), [(1, 0, 1), (0.7, 0, 1), (1.3, 5, 1), (1, 0, 0.6), (0.8, 9, 0.7)])
-def test_top_k_and_top_p_are_their_formulas_and_tokens_are_drawn_by_them(temperature, k, p):
+def test_top_k_and_top_p_match_their_formulas(temperature, k, p):
     torch.manual_seed(1)
     scores = torch.randn(3, 30) * 2
     probabilities = Sampling(temperature, k, p).probabilities(scores)
@@ -111,7 +111,7 @@ def test_top_k_and_top_p_are_their_formulas_and_tokens_are_drawn_by_them(tempera
 
 
 @pytest.mark.parametrize(("temperature", "k", "p", "least"), [(1, 0, 1, 0.3), (0.7, 12, 1, 0.05), (1.4, 9, 0.8, 0.2)])
-def test_min_p_and_the_repetition_penalty_are_those_of_transformers(temperature, k, p, least):
+def test_min_p_and_repetition_penalty_match_transformers(temperature, k, p, least):
     from transformers import generation
 
     torch.manual_seed(2)
@@ -123,33 +123,35 @@ def test_min_p_and_the_repetition_penalty_are_those_of_transformers(temperature,
     for each in chain:
         expected = each(texts, expected)
     sampling = Sampling(temperature, k, p, min_p=least, repetition=1.7)
-    probabilities = sampling.probabilities(sampling.penalized(scores, texts.tolist()))
+    probabilities = sampling.probabilities(sampling.penalize(scores, texts.tolist()))
     torch.testing.assert_close(probabilities, expected.softmax(1), rtol=1e-5, atol=1e-9)
     assert int((probabilities > 0).sum(1).max()) < 30
 
 
-def test_a_penalty_keeps_the_likeliest_text_from_going_round(gpt):
+def test_a_repetition_penalty_prevents_loops(gpt):
     from transformers.generation import RepetitionPenaltyLogitsProcessor
 
     penalty, text = RepetitionPenaltyLogitsProcessor(2.5), list(PROMPTS[2])
     with torch.no_grad():
         for _ in range(20):
             text.append(int(penalty(torch.tensor([text]), gpt(torch.tensor([text]))[:, -1]).argmax()))
-    tokens = tokens_of(cached(gpt), Sampling(0, repetition=2.5), PROMPTS[:4], 20)[2]
-    assert tokens == text[len(PROMPTS[2]) :] and tokens != tokens_of(cached(gpt), Sampling(0), PROMPTS[:4], 20)[2]
+    tokens = tokens_of(cached_decoder(gpt), Sampling(0, repetition=2.5), PROMPTS[:4], 20)[2]
+    assert (
+        tokens == text[len(PROMPTS[2]) :] and tokens != tokens_of(cached_decoder(gpt), Sampling(0), PROMPTS[:4], 20)[2]
+    )
 
 
-def test_a_text_ends_before_a_stop_string_and_what_may_be_one_is_held_back(gpt):
+def test_a_text_ends_before_a_stop_string_and_possible_beginnings_are_withheld(gpt):
     codec = BytesCodec()
-    watch = StopWatch(codec.decoder(), ["END", "\n\n", "NDX"])
+    watch = StopSearch(codec.decoder(), ["END", "\n\n", "NDX"])
     assert [watch.add(byte) for byte in b"aE\nENe E"] == ["a", "", "E", "\n", "", "ENe", " ", ""]
-    assert watch.finish() == "E" and not watch.found
-    watch = StopWatch(codec.decoder(), ["END", "NDX"])
-    assert [watch.add(byte) for byte in b"enENDX"] == ["e", "n", "", "", "", ""] and watch.found
+    assert watch.finish() == "E" and not watch.stopped
+    watch = StopSearch(codec.decoder(), ["END", "NDX"])
+    assert [watch.add(byte) for byte in b"enENDX"] == ["e", "n", "", "", "", ""] and watch.stopped
     assert watch.finish() == ""
-    whole = tokens_of(cached(gpt), SAMPLED, PROMPTS[:4], 40)
+    whole = tokens_of(cached_decoder(gpt), SAMPLED, PROMPTS[:4], 40)
     stop = bytes(whole[0][10:12]).decode()  # its tokens are bytes of ASCII here
-    generation = Generation(model_of(cached(gpt)), SAMPLED, 40, lambda: StopWatch(codec.decoder(), [stop]))
+    generation = Generation(model_of(cached_decoder(gpt)), SAMPLED, 40, lambda: StopSearch(codec.decoder(), [stop]))
     texts = generation.run(PROMPTS[:4], Draws(5, PROMPTS[:4]))
     for tokens, one in zip(whole, texts, strict=True):
         at = bytes(tokens).find(stop.encode())
@@ -174,15 +176,15 @@ def test_an_empty_stop_string_is_refused(capsys):
         {"top_p": 0},
     ],
 )
-def test_what_cannot_be_drawn_by_is_refused(wrong):
-    with pytest.raises(InputError, match="give"):
+def test_invalid_sampling_options_are_refused(wrong):
+    with pytest.raises(InputError, match="use"):
         Sampling(**wrong)
 
 
 TEXT = "Größe, naïve café, 数字 and 🙂🙃, \n  spaces\tand tabs"
 
 
-def test_text_that_appears_token_by_token_is_the_whole_text(tmp_path):
+def test_text_decoded_token_by_token_equals_the_whole_text(tmp_path):
     from tokenizers import ByteLevelBPETokenizer
 
     tokenizer = ByteLevelBPETokenizer()
@@ -211,7 +213,7 @@ def test_prompts_are_lines_or_json_lines(tmp_path):
 
 
 @pytest.mark.campaign
-def test_a_model_of_transformers_uses_the_cache_that_it_brings_along():
+def test_a_transformers_model_uses_its_own_cache():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(2)
@@ -222,7 +224,7 @@ def test_a_model_of_transformers_uses_the_cache_that_it_brings_along():
         def forward(self, x):
             return model(x, use_cache=False).logits
 
-    assert of_transformers(model) is model
+    assert transformers_model(model) is model
     for sampling in (Sampling(0), SAMPLED):
         sequences = tokens_of(Transformers(model), sampling, PROMPTS, 20)
         assert sequences == tokens_of(RecomputedBlocks([("", Scores())]), sampling, PROMPTS, 20)

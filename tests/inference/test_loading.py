@@ -19,7 +19,7 @@ from support import one_line
 
 from mpitrain.checkpoint import contents
 from mpitrain.checkpoint.manifest import encode, read_manifest
-from mpitrain.data.sources.images import fitted
+from mpitrain.data.sources.images import read_image
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.inference import inputs
 from mpitrain.loading import TASK, load_model, load_task
@@ -60,7 +60,7 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def place(forked, tmp_path_factory) -> Path:
+def runs_folder(forked, tmp_path_factory) -> Path:
     """A folder with a run of each kind, and an mpi4py that cannot be imported: its commands run without MPI."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "own_models.py").write_text(FACTORY)
@@ -85,10 +85,10 @@ def place(forked, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def command(place, monkeypatch, capfd):
+def command(runs_folder, monkeypatch, capfd):
     """Return a function that runs a command line in the folder of the runs, with exit code, stdout and stderr."""
-    monkeypatch.chdir(place)
-    monkeypatch.syspath_prepend(place)
+    monkeypatch.chdir(runs_folder)
+    monkeypatch.syspath_prepend(runs_folder)
 
     def call(words: str) -> CompletedProcess[str]:
         name, *rest = shlex.split(words)
@@ -120,12 +120,12 @@ print("all")
 """
 
 
-def test_a_model_is_built_again_with_its_weights_and_without_mpi(forked, place):
-    done = forked.run("-c", LOOK.format(names=list(KINDS)), cwd=place, PYTHONPATH=str(place / "without"))
+def test_a_model_is_rebuilt_with_its_weights_and_without_mpi(forked, runs_folder):
+    done = forked.run("-c", LOOK.format(names=list(KINDS)), cwd=runs_folder, PYTHONPATH=str(runs_folder / "without"))
     assert (done.stdout[-4:], done.returncode) == ("all\n", 0), done.stderr
 
 
-def test_adapters_on_a_run_are_merged_into_its_weights_and_refused_without_them(place, forked, command, tmp_path):
+def test_adapters_on_a_run_are_merged_into_its_weights_and_refused_without_them(runs_folder, forked, command, tmp_path):
     assert "2 adapters of on_text merged" in command(f"adapters merge on_text {tmp_path / 'whole.pt'}").stdout
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)
     base, tuned = load_model("text"), load_model("on_text")
@@ -135,22 +135,22 @@ def test_adapters_on_a_run_are_merged_into_its_weights_and_refused_without_them(
     torch.testing.assert_close(base(x), tuned(x))
     assert not torch.allclose(base(x), load_model("text")(x), atol=1e-3)
     assert command("generate on_text --prompt All --tokens 2").returncode == 0
-    assert forked.run("evaluate", "on_text", "--samples", "4", cwd=place).returncode == 0
+    assert forked.run("evaluate", "on_text", "--samples", "4", cwd=runs_folder).returncode == 0
     again = ["train", "--run.dir", "on_text", "--train.batch", "4", "--data.path", "text", "--model.lora", "2"]
     for base, message in {
         "text/checkpoints/step-00000001": "for other base weights than those of model.base",
         "nowhere": "model.base: nowhere does not exist; give",
-        "on_text": "holds adapters alone; have",
+        "on_text": "contains only adapters; merge them",
     }.items():
-        one_line(forked.run(*again, "--model.base", base, cwd=place), message)
-    (place / "text").rename(place / "away")
+        one_line(forked.run(*again, "--model.base", base, cwd=runs_folder), message)
+    (runs_folder / "text").rename(runs_folder / "away")
     try:
-        one_line(command("adapters merge on_text again.pt"), "model.base: text does not exist: it is no checkpoint")
+        one_line(command("adapters merge on_text again.pt"), "model.base: text does not exist; give the path of a")
     finally:
-        (place / "away").rename(place / "text")
+        (runs_folder / "away").rename(runs_folder / "text")
 
 
-def older(run: Path, out: Path, **changes) -> Path:
+def copy_with_changes(run: Path, out: Path, **changes) -> Path:
     """Copy a run and change the values of its checkpoints; None removes a value."""
     shutil.copytree(run, out, symlinks=True)
     for folder in (out / "checkpoints").glob("step-*"):
@@ -163,21 +163,21 @@ def older(run: Path, out: Path, **changes) -> Path:
     return out
 
 
-def test_a_checkpoint_that_says_nothing_of_its_model_is_read_beside_its_run(place, tmp_path, monkeypatch):
-    monkeypatch.chdir(place)
-    run = older(place / "text", tmp_path / "old", **{TASK: None})
+def test_an_old_checkpoint_takes_its_model_from_the_run(runs_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(runs_folder)
+    run = copy_with_changes(runs_folder / "text", tmp_path / "old", **{TASK: None})
     for name, tensor in load_model("text").state_dict().items():
         assert torch.equal(tensor, load_model(run).state_dict()[name])
     (run / "config.toml").unlink()
-    with pytest.raises(InputError, match=r"says nothing of its model.*load_weights"):
+    with pytest.raises(InputError, match=r"does not describe its model.*load_weights"):
         load_model(run)
-    strange = older(place / "text", tmp_path / "strange", **{TASK: {"model": {}}})
-    with pytest.raises(CheckpointError, match="none of ours"):
+    strange = copy_with_changes(runs_folder / "text", tmp_path / "strange", **{TASK: {"model": {}}})
+    with pytest.raises(CheckpointError, match="is not valid"):
         load_model(strange)
 
 
-def test_of_a_run_the_newest_whole_checkpoint_is_taken_and_a_step_is_taken_as_it_is(place, tmp_path):
-    run = shutil.copytree(place / "text", tmp_path / "run", symlinks=True)
+def test_a_run_gives_its_newest_complete_checkpoint_and_a_step_folder_itself(runs_folder, tmp_path):
+    run = shutil.copytree(runs_folder / "text", tmp_path / "run", symlinks=True)
     first, last = run / "checkpoints/step-00000001", run / "checkpoints/step-00000002"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -194,13 +194,13 @@ def test_of_a_run_the_newest_whole_checkpoint_is_taken_and_a_step_is_taken_as_it
         load_model(last)
 
 
-def test_text_goes_to_standard_output_and_the_same_seed_gives_the_same(command, place):
+def test_text_goes_to_standard_output_and_depends_only_on_the_seed(command, runs_folder):
     first = command("generate text --prompt 'All ' --tokens 20")
     assert first.returncode == 0 and first.stdout.startswith("All ") and first.stderr == ""
-    (place / "prompts.txt").write_text("happy\nAll \n")
+    (runs_folder / "prompts.txt").write_text("happy\nAll \n")
     lines = command("generate text --prompts prompts.txt --tokens 20 --out o.jsonl")
     assert (lines.returncode, lines.stdout, lines.stderr) == (0, "", "")
-    records = [json.loads(line) for line in (place / "o.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (runs_folder / "o.jsonl").read_text().splitlines()]
     assert [one["prompt"] for one in records] == ["happy", "All "] and all(one["tokens"] == 20 for one in records)
     assert first.stdout == "All " + records[1]["text"] + "\n"
     other = command("generate running --prompt a --tokens 5 --temperature 0")
@@ -209,7 +209,7 @@ def test_text_goes_to_standard_output_and_the_same_seed_gives_the_same(command, 
     assert len(messages) == 1 and "Running" in messages[0] and "computed again" in messages[0]
 
 
-def test_predictions_are_the_models_own_in_every_kind_of_file(command):
+def test_predictions_equal_the_model_output_in_every_file_format(command):
     model, (task, description) = load_model("own"), load_task("own")
     x = np.random.default_rng(1).random((9, 1, 8, 8), np.float32)
     np.save("x.npy", x)
@@ -237,9 +237,9 @@ def test_predictions_are_the_models_own_in_every_kind_of_file(command):
         assert arrays["log_probability"][:3] == pytest.approx(expected, rel=1e-5) and set(arrays["tokens"]) == {8}
 
 
-def test_a_table_is_made_into_x_as_that_of_the_training_was(command, place):
+def test_a_table_is_converted_as_in_training(command, runs_folder):
     """Texts become the categories of the training and gaps its fill value, for any order of rows and columns."""
-    (place / "new.csv").write_text("colour,note,age\nred,a,40\ngreen,b,\n")
+    (runs_folder / "new.csv").write_text("colour,note,age\nred,a,40\ngreen,b,\n")
     model, description = load_model("people"), load_task("people")[1]
     fill = description.columns[0].fill
     assert description.columns[1].categories == ("green", "red") and 28 < fill < 31.5
@@ -250,36 +250,36 @@ def test_a_table_is_made_into_x_as_that_of_the_training_was(command, place):
     with np.load("new.npz") as predictions:
         assert predictions["probabilities"] == pytest.approx(expected, rel=1e-6)
         assert list(predictions["classes"]) == ["no", "yes"]
-    (place / "odd.csv").write_text("colour,age\nblue,40\nred,40\ngreen,old\ngreen,\n")
-    one_line(command("predict people odd.csv --out q.csv"), "line 2, column colour", "'blue' is none of", "'green'")
+    (runs_folder / "odd.csv").write_text("colour,age\nblue,40\nred,40\ngreen,old\ngreen,\n")
+    one_line(command("predict people odd.csv --out q.csv"), "line 2, column colour", "'blue' is not among", "'green'")
     done = command("predict people odd.csv --skip-bad --batch 1 --out odd.jsonl")
-    message = "left out 2 rows that do not fit, such as odd.csv, line 2, column colour: 'blue' is none of"
+    message = "left out 2 rows that do not fit, such as odd.csv, line 2, column colour: 'blue' is not among"
     assert done.returncode == 0 and message in done.stderr and "2 samples in odd.jsonl" in done.stderr
-    predictions = [json.loads(line) for line in (place / "odd.jsonl").read_text().splitlines()]
+    predictions = [json.loads(line) for line in (runs_folder / "odd.jsonl").read_text().splitlines()]
     assert [line["sample"] for line in predictions] == [1, 3]
     assert [list(line["probabilities"].values()) for line in predictions] == [
         pytest.approx(row, rel=1e-6) for row in expected
     ]
-    (place / "ragged.csv").write_text("id,colour,age\nx1,red,40\nx2,green\nx3,blue,40\nx4,green,\n")
+    (runs_folder / "ragged.csv").write_text("id,colour,age\nx1,red,40\nx2,green\nx3,blue,40\nx4,green,\n")
     one_line(command("predict people ragged.csv --out q.csv"), "line 3: 2 columns where", "--skip-bad")
     for out in ("kept.csv", "kept.jsonl", "kept.npz"):
         done = command(f"predict people ragged.csv --skip-bad --keep id --out {out}")
         assert done.returncode == 0 and "left out 2 rows that do not fit" in done.stderr, done.stderr
-    rows = [line.split(",")[:2] for line in (place / "kept.csv").read_text().splitlines()]
+    rows = [line.split(",")[:2] for line in (runs_folder / "kept.csv").read_text().splitlines()]
     assert rows == [["sample", "id"], ["0", "x1"], ["3", "x4"]]
-    assert [json.loads(line)["id"] for line in (place / "kept.jsonl").read_text().splitlines()] == ["x1", "x4"]
+    assert [json.loads(line)["id"] for line in (runs_folder / "kept.jsonl").read_text().splitlines()] == ["x1", "x4"]
     with np.load("kept.npz") as arrays:
         assert arrays["id"].tolist() == ["x1", "x4"] and arrays["probabilities"] == pytest.approx(expected, rel=1e-6)
     one_line(command("predict people ragged.csv --skip-bad --keep size --out q.csv"), "no column size, which --keep")
     one_line(command("predict people --keep id new.npz --out q.csv"), "--keep id is for columns of a table")
-    (place / "odder.csv").write_text("colour,age\nblue,40\n")
-    one_line(command("predict people odder.csv --skip-bad --out q.csv"), "nothing but rows that do not fit")
-    (place / "lacking.csv").write_text("colour,size\nred,40\n")
+    (runs_folder / "odder.csv").write_text("colour,age\nblue,40\n")
+    one_line(command("predict people odder.csv --skip-bad --out q.csv"), "has only rows that do not fit")
+    (runs_folder / "lacking.csv").write_text("colour,size\nred,40\n")
     one_line(command("predict people lacking.csv --out q.csv"), "has no column age")
 
 
-def test_images_become_x_as_in_training_and_broken_ones_are_left_out_where_that_is_asked(
-    command, place, tmp_path, monkeypatch
+def test_images_are_converted_as_in_training_and_bad_ones_skipped_on_request(
+    command, runs_folder, tmp_path, monkeypatch
 ):
     def rows(out, *, named):
         lines = (tmp_path / out).read_text().splitlines()[1:]
@@ -291,10 +291,12 @@ def test_images_become_x_as_in_training_and_broken_ones_are_left_out_where_that_
     assert command(f"predict seen pixels --out {tmp_path / 'set.csv'}").returncode == 0
     values, names = rows("files.csv", named=True)
     np.testing.assert_allclose(values, rows("set.csv", named=False)[0], rtol=1e-5)
-    (place / "pictures/dogs/0.png").write_bytes((place / "pictures/dogs/1.png").read_bytes()[:60])
+    (runs_folder / "pictures/dogs/0.png").write_bytes((runs_folder / "pictures/dogs/1.png").read_bytes()[:60])
     one_line(command(f"predict seen pictures --out {tmp_path / 'again.csv'}"), "dogs/0.png cannot be decoded")
     read: list[Path] = []
-    monkeypatch.setattr(inputs, "fitted", lambda path, *of, **how: read.append(path) or fitted(path, *of, **how))
+    monkeypatch.setattr(
+        inputs, "read_image", lambda path, *of, **how: read.append(path) or read_image(path, *of, **how)
+    )
     done = command(f"predict seen pictures --skip-bad --batch 5 --out {tmp_path / 'again.csv'}")
     assert len(read) == len(set(read)) == 13
     assert done.returncode == 0 and "left out 1 images that cannot be read, such as pictures/dogs/0.png" in done.stderr
@@ -303,8 +305,8 @@ def test_images_become_x_as_in_training_and_broken_ones_are_left_out_where_that_
     np.testing.assert_allclose(again, values, rtol=1e-5)  # batches of other sizes are rounded otherwise
 
 
-def test_the_best_checkpoint_is_taken_where_it_is_asked_for(command, place, tmp_path):
-    run = shutil.copytree(place / "people", tmp_path / "run", symlinks=True)
+def test_best_selects_the_best_checkpoint(command, runs_folder, tmp_path):
+    run = shutil.copytree(runs_folder / "people", tmp_path / "run", symlinks=True)
     (run / "checkpoints/best").write_text("step-00000001\n")
     expected = load_model(run / "checkpoints/step-00000001").state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in load_model(run, best=True).state_dict().items())
@@ -315,9 +317,9 @@ def test_the_best_checkpoint_is_taken_where_it_is_asked_for(command, place, tmp_
     one_line(command("generate text --prompt a --best"), "no checkpoint that is marked as the best")
 
 
-def test_texts_cost_what_the_loss_says_and_a_prompt_costs_nothing(command, place):
-    (place / "lines.txt").write_text("All happy\nare\n")
-    (place / "pairs.jsonl").write_text('{"question": "All", "completion": " happ"}\n')
+def test_log_probabilities_match_the_loss_and_exclude_the_prompt(command, runs_folder):
+    (runs_folder / "lines.txt").write_text("All happy\nare\n")
+    (runs_folder / "pairs.jsonl").write_text('{"question": "All", "completion": " happ"}\n')
     task, _ = load_task("text")
 
     def cost(text, first):
@@ -337,52 +339,52 @@ def test_texts_cost_what_the_loss_says_and_a_prompt_costs_nothing(command, place
         assert (arrays["log_probability"][0], arrays["tokens"][0]) == (pytest.approx(cost("All happ", 3), rel=1e-5), 5)
 
 
-def test_a_checkpoint_with_more_tensors_than_the_model_has_is_refused(place, tmp_path):
-    task = read_manifest(place / "text/checkpoints/step-00000002").values[TASK]
+def test_a_checkpoint_with_more_tensors_than_the_model_has_is_refused(runs_folder, tmp_path):
+    task = read_manifest(runs_folder / "text/checkpoints/step-00000002").values[TASK]
     fewer = task | {"model": task["model"] | {"bias": False}}
-    with pytest.raises(CheckpointError, match=r"holds blocks\.0\.attention\.out\.bias, which GPT lacks"):
-        load_model(older(place / "text", tmp_path / "fewer", **{TASK: fewer}))
+    with pytest.raises(CheckpointError, match=r"has blocks\.0\.attention\.out\.bias, which GPT does not have"):
+        load_model(copy_with_changes(runs_folder / "text", tmp_path / "fewer", **{TASK: fewer}))
 
 
 REFUSED = [
     ("generate nowhere --prompt a", "nowhere does not exist"),
     ("generate empty --prompt a", "has no checkpoint yet"),
     ("generate own --prompt a", "not on text"),
-    ("generate text", "give --prompt"),
+    ("generate text", "use --prompt"),
     ("generate text --prompt a --top-p 2", "--top-p 2"),
     ("generate text --prompt a --out x.npy", "x.npy exists already"),
-    ("predict own text --out q.csv", "holds tokens"),
+    ("predict own text --out q.csv", "has tokens"),
     ("predict own wide.npy --out q.csv", "[3, 8, 8]", "[1, 8, 8]"),
-    ("predict own x.txt --out q.csv", "no samples that predict reads"),
+    ("predict own x.txt --out q.csv", "no samples that predict can read"),
     ("predict own few.csv --out q.csv", "line 2", "'a' is not a number"),
     ("predict own few.npy --out q.xml", "use .csv, .jsonl or .npz"),
     ("predict text few.csv --out q.csv", "tokens"),
-    ("predict text long.txt --out q.csv", "text 1 has 10 tokens", "a sample of this model 9"),
+    ("predict text long.txt --out q.csv", "text 1 has 10 tokens", "a sample of this model has 9"),
     ("predict text long.jsonl --out q.csv", "no field 'text'"),
 ]
 
 
-def test_what_cannot_be_done_is_told_in_one_line_and_leaves_no_file(command, place, capfd):
-    (place / "empty").mkdir()
-    (place / "empty/config.toml").write_text("")
+def test_impossible_requests_are_reported_in_one_line_and_leave_no_file(command, runs_folder, capfd):
+    (runs_folder / "empty").mkdir()
+    (runs_folder / "empty/config.toml").write_text("")
     for shape, name in (((2, 3, 8, 8), "wide"), ((2, 1, 8, 8), "few"), ((2,), "x")):
-        np.save(place / name, np.zeros(shape, np.float32))
-    (place / "x.txt").write_text("words")
-    (place / "long.txt").write_text("All happy.\n")
-    (place / "long.jsonl").write_text('{"words": "a"}\n')
-    (place / "few.csv").write_text("b,c\na,1\n")
+        np.save(runs_folder / name, np.zeros(shape, np.float32))
+    (runs_folder / "x.txt").write_text("words")
+    (runs_folder / "long.txt").write_text("All happy.\n")
+    (runs_folder / "long.jsonl").write_text('{"words": "a"}\n')
+    (runs_folder / "few.csv").write_text("b,c\na,1\n")
     for refused, *words in REFUSED:
         one_line(command(refused), *words)
     with pytest.raises(SystemExit, match="2"):
         command("generate text --prompt a --tokens 0 --out q.jsonl")
     assert capfd.readouterr().err.endswith("error: argument --tokens: '0' is not a whole number above 0\n")
-    assert not list(place.glob("*q.*"))
+    assert not list(runs_folder.glob("*q.*"))
 
 
-def hostile(place: Path, run: Path, factory: str) -> Path:
+def write_hostile_run(runs_folder: Path, run: Path, factory: str) -> Path:
     """Write a run whose manifests and settings name code in its folder; the code prints a line if it runs."""
-    task = read_manifest(place / "running/checkpoints/step-00000002").values[TASK]
-    older(place / "running", run, **{TASK: task | {"model": task["model"] | {"factory": factory}}})
+    task = read_manifest(runs_folder / "running/checkpoints/step-00000002").values[TASK]
+    copy_with_changes(runs_folder / "running", run, **{TASK: task | {"model": task["model"] | {"factory": factory}}})
     settings = run / "config.toml"
     settings.write_text(settings.read_text().replace("own_models:running", factory))
     (run / "evil.py").write_text(f"print('evil ran')\n{FACTORY}\nbuild = running\n")
@@ -393,11 +395,11 @@ OPENED = "import sys, mpitrain as mt; print(type(mt.load_model({run!r}{more}))._
 
 
 @pytest.mark.parametrize("factory", ["evil:build", "given.evil:build"], ids=["module", "package"])
-def test_opening_a_run_runs_no_code_that_came_with_it_unless_it_is_trusted(place, forked, tmp_path, factory):
-    run = hostile(place, tmp_path / "given", factory)
+def test_code_in_a_run_folder_runs_only_if_trusted(runs_folder, forked, tmp_path, factory):
+    run = write_hostile_run(runs_folder, tmp_path / "given", factory)
     cwd = run if factory.startswith("evil") else tmp_path
     words = f"would import {factory[:-6]} from {run}/evil.py", "--trust (in Python trust=True)"
-    data = str(place / "text")
+    data = str(runs_folder / "text")
     done = forked.run("-c", OPENED.format(run=str(run), more=""), cwd=cwd)
     assert done.returncode == 1 and all(word in done.stderr for word in words) and "evil ran" not in done.stdout
     opening = {
@@ -415,23 +417,23 @@ def test_opening_a_run_runs_no_code_that_came_with_it_unless_it_is_trusted(place
     assert done.stdout.split("\n")[:2] == ["evil ran", "Running"], done.stderr
 
 
-def test_what_only_looks_at_a_run_or_trains_on_from_it_imports_nothing_that_it_names(place, forked, tmp_path):
-    run = hostile(place, tmp_path / "given", "evil:build")
+def test_reading_or_resuming_a_run_imports_no_module_that_it_names(runs_folder, forked, tmp_path):
+    run = write_hostile_run(runs_folder, tmp_path / "given", "evil:build")
     for words in (f"show {run}", f"verify {run}", f"export {run} {tmp_path}/w.pt", f"ls {run}"):
         done = forked.run("checkpoint", *words.split(), cwd=run)
         assert done.returncode == 0 and "evil ran" not in done.stdout, done.stderr
-    settings = f"--data.path {place}/text --model.factory own_models:running --model.sequence 8 --train.batch 4"
+    settings = f"--data.path {runs_folder}/text --model.factory own_models:running --model.sequence 8 --train.batch 4"
     more = f"--run.dir {tmp_path}/on --train.steps 3 --checkpoint.resume {run}/checkpoints/step-00000002"
-    done = forked.run("train", *f"{settings} {more}".split(), cwd=run, PYTHONPATH=str(place))
+    done = forked.run("train", *f"{settings} {more}".split(), cwd=run, PYTHONPATH=str(runs_folder))
     assert done.returncode == 0 and "evil ran" not in done.stdout, done.stderr
 
 
-def test_a_module_that_is_found_without_the_runs_folder_is_taken_from_there(place, forked, tmp_path):
-    run = hostile(place, tmp_path / "given", "evil:build")
+def test_an_importable_module_is_preferred_to_the_run_folder(runs_folder, forked, tmp_path):
+    run = write_hostile_run(runs_folder, tmp_path / "given", "evil:build")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/evil.py").write_text(f"{FACTORY}\nbuild = running\n")
     done = forked.run("-c", OPENED.format(run=str(run), more=""), cwd=run, PYTHONPATH=str(tmp_path / "mine"))
     assert (done.stdout, done.returncode) == ("Running\n", 0), done.stderr
-    run = hostile(place, tmp_path / "library", "unittest:main")  # it imports what its arguments name
+    run = write_hostile_run(runs_folder, tmp_path / "library", "unittest:main")  # it imports what its arguments name
     (run / "evil.py").rename(run / "test_evil.py")
-    one_line(forked.run("generate", run, "--prompt", "a", cwd=place), "names Python's own unittest", "--trust")
+    one_line(forked.run("generate", run, "--prompt", "a", cwd=runs_folder), "names Python's own unittest", "--trust")

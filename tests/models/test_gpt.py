@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from mpitrain.models.gpt import GPT, Attention, rotate, turns_of
+from mpitrain.models.gpt import GPT, Attention, rotary_factors, rotate
 from mpitrain.models.losses import cross_entropy
 
 
-def small(vocabulary: int = 23, layers: int = 2, width: int = 16, heads: int = 4, dropout: float = 0.0) -> GPT:
+def make_small(vocabulary: int = 23, layers: int = 2, width: int = 16, heads: int = 4, dropout: float = 0.0) -> GPT:
     torch.manual_seed(0)
     return GPT(vocabulary, layers, width, heads, dropout)
 
@@ -16,15 +16,17 @@ def small(vocabulary: int = 23, layers: int = 2, width: int = 16, heads: int = 4
 @pytest.mark.parametrize(
     ("vocabulary", "layers", "width", "heads"), [(256, 2, 128, 4), (1000, 5, 48, 3), (50257, 12, 768, 12)]
 )
-def test_parameters_are_as_many_as_the_formula_says(vocabulary, layers, width, heads):
+def test_number_of_parameters_matches_the_formula(vocabulary, layers, width, heads):
     with torch.device("meta"):
         model = GPT(vocabulary, layers, width, heads)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == vocabulary * width + layers * (12 * width**2 + 13 * width) + 2 * width
 
 
-def test_the_linear_layers_to_be_split_have_their_names_and_shapes():
-    shapes = {name: tuple(module.weight.shape) for name, module in small().named_modules() if hasattr(module, "weight")}
+def test_names_and_shapes_of_the_divisible_linear_layers():
+    shapes = {
+        name: tuple(module.weight.shape) for name, module in make_small().named_modules() if hasattr(module, "weight")
+    }
     assert shapes["embedding"] == shapes["head"] == (23, 16)
     for layer in range(2):
         assert shapes[f"blocks.{layer}.attention.qkv"] == (48, 16)
@@ -34,7 +36,7 @@ def test_the_linear_layers_to_be_split_have_their_names_and_shapes():
 
 
 def test_head_and_embedding_are_one_parameter():
-    model = small()
+    model = make_small()
     assert model.head.weight is model.embedding.weight
     assert [name for name, _ in model.named_parameters()].count("embedding.weight") == 1
     assert "head.weight" not in dict(model.named_parameters())
@@ -44,7 +46,7 @@ def test_head_and_embedding_are_one_parameter():
 
 
 def test_a_later_token_does_not_change_earlier_scores():
-    model = small().eval()
+    model = make_small().eval()
     tokens = torch.randint(0, 23, (2, 9))
     before = model(tokens)
     changed = tokens.clone()
@@ -56,7 +58,7 @@ def test_a_later_token_does_not_change_earlier_scores():
 
 
 def test_the_order_of_earlier_tokens_matters():
-    model = small().eval()
+    model = make_small().eval()
     scores = model(torch.tensor([[1, 2, 3], [2, 1, 3]]))
     assert (scores[0, 2] - scores[1, 2]).abs().max() > 1e-6
 
@@ -64,7 +66,7 @@ def test_the_order_of_earlier_tokens_matters():
 def test_rotary_products_depend_on_distance_alone():
     torch.manual_seed(0)
     q, k = torch.randn(8), torch.randn(8)
-    turned = rotate(torch.stack([q, k]).expand(1, 12, 2, 8), turns_of(0, 12, 8, 1e4, q.device))[
+    turned = rotate(torch.stack([q, k]).expand(1, 12, 2, 8), rotary_factors(0, 12, 8, 1e4, q.device))[
         0
     ]  # the same pair at 12 positions
     products = turned[:, 0] @ turned[:, 1].T
@@ -83,7 +85,7 @@ def test_attention_is_the_textbook_sum():
     attention = Attention(width=8, heads=2, dropout=0.0)
     x = torch.randn(1, 5, 8)
     qkv = (x @ attention.qkv.weight.T + attention.qkv.bias).reshape(1, 5, 3, 2, 4)
-    q, k = (rotate(qkv[:, :, at], turns_of(0, 5, 4, 1e4, x.device)) for at in (0, 1))
+    q, k = (rotate(qkv[:, :, at], rotary_factors(0, 5, 4, 1e4, x.device)) for at in (0, 1))
     mixed = torch.zeros(5, 2, 4)
     for head in range(2):
         for position in range(5):
@@ -110,8 +112,8 @@ def test_parts_of_the_heads_add_up_to_the_whole_attention():
     torch.testing.assert_close(total, whole(x))
 
 
-def test_blocks_in_order_equal_the_model_and_bear_their_names():
-    model = small().eval()
+def test_named_blocks_in_order_equal_the_model():
+    model = make_small().eval()
     tokens = torch.randint(0, 23, (2, 7))
     x = tokens
     for name, block in model.pipeline_blocks():
@@ -122,8 +124,8 @@ def test_blocks_in_order_equal_the_model_and_bear_their_names():
     assert in_blocks == {id(parameter) for parameter in model.parameters()}
 
 
-def test_loss_before_training_is_that_of_a_guess():
-    model = small(vocabulary=256, width=128)
+def test_initial_loss_is_that_of_a_uniform_guess():
+    model = make_small(vocabulary=256, width=128)
     tokens, y = torch.randint(0, 256, (2, 4, 64))
     assert model.loss(model(tokens), y).item() == pytest.approx(math.log(256), abs=0.1)
 
@@ -135,8 +137,8 @@ def test_loss_is_the_mean_over_samples():
     assert cross_entropy(output.bfloat16(), y).dtype == torch.float32
 
 
-def test_gradients_agree_with_differences():
-    model = small(layers=1).double()
+def test_gradients_match_finite_differences():
+    model = make_small(layers=1).double()
     tokens, y = torch.randint(0, 23, (2, 2, 6))
     model.loss(model(tokens), y).backward()
     for name, parameter in model.named_parameters():
@@ -151,7 +153,7 @@ def test_gradients_agree_with_differences():
 
 
 def test_bf16_autocast_stays_near_fp32():
-    model = small(vocabulary=256, width=64)
+    model = make_small(vocabulary=256, width=64)
     tokens, y = torch.randint(0, 256, (2, 4, 32))
     expected = model.loss(model(tokens), y)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -162,13 +164,13 @@ def test_bf16_autocast_stays_near_fp32():
 
 
 def test_the_same_seed_gives_the_same_weights():
-    one, two = small().state_dict(), small().state_dict()
+    one, two = make_small().state_dict(), make_small().state_dict()
     assert all(torch.equal(one[name], two[name]) for name in one)
     torch.manual_seed(1)
     assert not torch.equal(GPT(23, 2, 16, 4).embedding.weight, one["embedding.weight"])
 
 
-def test_layers_that_add_to_the_stream_start_smaller_with_depth():
+def test_residual_layers_are_initialized_smaller_with_depth():
     torch.manual_seed(0)
     model = GPT(256, layers=8, width=128, heads=4)
     for name, parameter in model.named_parameters():
@@ -180,7 +182,7 @@ def test_layers_that_add_to_the_stream_start_smaller_with_depth():
 
 
 def test_dropout_acts_in_training_only():
-    model = small(dropout=0.5)
+    model = make_small(dropout=0.5)
     tokens = torch.randint(0, 23, (2, 7))
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()
@@ -188,7 +190,7 @@ def test_dropout_acts_in_training_only():
 
 
 def test_a_few_steps_lower_the_loss():
-    model = small(vocabulary=11, width=32)
+    model = make_small(vocabulary=11, width=32)
     tokens = torch.arange(64).remainder(11).view(4, 16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -204,7 +206,7 @@ def test_a_few_steps_lower_the_loss():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_cuda_device_gives_the_scores_of_the_cpu():
-    model = small().eval()
+    model = make_small().eval()
     tokens = torch.randint(0, 23, (2, 7))
     expected = model(tokens)
     torch.testing.assert_close(model.cuda()(tokens.cuda()).cpu(), expected, rtol=1e-4, atol=1e-5)

@@ -6,19 +6,19 @@ from mpitrain.models.losses import cross_entropy, squared_error
 from mpitrain.models.mlp import MLP
 
 
-def small(layers: int = 2, dropout: float = 0.0) -> MLP:
+def make_small(layers: int = 2, dropout: float = 0.0) -> MLP:
     torch.manual_seed(0)
     return MLP(12, 3, layers, 8, cross_entropy, dropout)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5])
-def test_parameters_are_as_many_as_the_formula_says(layers):
-    count = sum(parameter.numel() for parameter in small(layers).parameters())
+def test_number_of_parameters_matches_the_formula(layers):
+    count = sum(parameter.numel() for parameter in make_small(layers).parameters())
     assert count == (12 + 1) * 8 + (layers - 1) * (8 + 1) * 8 + (8 + 1) * 3
 
 
-def test_it_is_linear_layers_with_relu_between():
-    model = small(layers=1)
+def test_linear_layers_alternate_with_relu():
+    model = make_small(layers=1)
     x = torch.randn(5, 3, 4)
     linear = model.hidden[0][0]
     hidden = (x.reshape(5, 12) @ linear.weight.T + linear.bias).clamp(min=0)
@@ -26,8 +26,8 @@ def test_it_is_linear_layers_with_relu_between():
     torch.testing.assert_close(model(torch.ones(5, 3, 4, dtype=torch.int64)), model(torch.ones(5, 3, 4)))
 
 
-def test_blocks_in_order_equal_the_model_and_bear_their_names():
-    model = small(3)
+def test_named_blocks_in_order_equal_the_model():
+    model = make_small(3)
     x = torch.randn(5, 3, 4)
     out = x
     for name, block in model.pipeline_blocks():
@@ -45,13 +45,13 @@ def test_a_single_number_per_sample_does_not_broadcast():
 
 
 def test_dropout_acts_in_training_only():
-    model = small(dropout=0.5)
+    model = make_small(dropout=0.5)
     x = torch.randn(4, 12)
     assert not torch.equal(model(x), model(x))
     assert torch.equal(model.eval()(x), model(x))
 
 
-def test_the_variance_of_features_survives_depth():
+def test_the_variance_of_features_is_stable_with_depth():
     torch.manual_seed(0)
     model = MLP(256, 3, 8, 256, cross_entropy)
     x = torch.randn(64, 256)

@@ -90,7 +90,7 @@ def refused(function, module="users_package.networks", options=None):
     return str(caught.value)
 
 
-def test_a_module_from_the_current_folder_brings_its_loss_and_blocks(folder):
+def test_a_factory_in_the_current_folder_gives_a_module_with_loss_and_blocks(folder):
     task = build("make_net", {"depth": 3})
     assert len(task.module.layers) == 3
     assert [name for name, _ in listed_blocks(task.module)] == ["layers.0", "layers.1", "layers.2"]
@@ -103,21 +103,21 @@ def test_a_pair_of_module_and_loss_works_and_a_sequential_can_be_cut(folder):
     assert isinstance(task.loss, nn.MSELoss)
 
 
-def test_a_misspelt_function_or_module_gets_the_near_name(folder):
+def test_a_misspelt_function_or_module_gets_a_suggestion(folder):
     assert "did you mean 'make_net'?" in refused("make_nets")
     assert "did you mean 'users_package.networks'?" in refused("make_net", module="users_package.network")
     assert "did you mean 'users_package'?" in refused("make_net", module="user_package.networks")
     assert "no module 'zzzzzz'" in refused("make_net", module="zzzzzz")
 
 
-def test_a_missing_function_is_not_answered_with_what_the_module_imports(folder):
+def test_suggestions_do_not_include_imported_functions(folder):
     source = "from json import loads as builds, dumps as build_model\ndef network(d): ...\n"
     (folder / "users_package/borrowed.py").write_text(source)
     message = refused("build", "users_package.borrowed")
     assert message.endswith("has no function 'build'; define it there, or name one of network")
 
 
-def test_what_fails_inside_is_told_with_its_own_message_and_place(folder):
+def test_errors_in_a_factory_are_reported_with_message_and_place(folder):
     assert "raised ValueError: depth must be positive (networks.py:40)" in refused("failing")
     assert "(networks.py:43)" in refused("failing_in_torch")
     assert "raised SystemExit: usage: ..." in refused("leaving")
@@ -127,17 +127,17 @@ def test_what_fails_inside_is_told_with_its_own_message_and_place(folder):
     assert "raised SystemExit: no arguments (script.py:2)" in refused("f", "users_package.script")
 
 
-def test_the_cause_stays_attached(folder):
+def test_the_original_exception_is_the_cause(folder):
     with pytest.raises(InputError) as caught:
         build("failing")
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_what_cannot_be_trained_is_refused(folder):
+def test_untrainable_models_are_refused(folder):
     assert "returned int, not a model" in refused("number")
     assert "Linear has no loss; give it a method loss(output, y)" in refused("lossless")
     assert "ReLU has no parameter to train" in refused("empty")
-    assert "loss Net has parameters of its own" in refused("learned_loss")
+    assert "loss Net has parameters, which would not be trained" in refused("learned_loss")
     assert "constant is int, not a function" in refused("constant")
 
 

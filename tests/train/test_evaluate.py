@@ -165,7 +165,7 @@ def test_table_is_evaluated_with_the_column_scaling_of_training(world, folder):
         (["{classes}", "--data", "{text}"], "has tokens, but"),
         (["{place}/three"], "is not a run folder"),
         (["{classes}", "--step", "9"], "has no checkpoint of step 9"),
-        (["{classes}", "--step", "1", "--best"], "give one of them"),
+        (["{classes}", "--step", "1", "--best"], "use only one of them"),
         (["{classes}", "--confusion", "a.png"], "ends in .csv"),
         (["{tokens}", "--confusion", "a.csv"], "needs classes, which"),
         (["{classes}", "--samples", "0"], "above 0"),

@@ -18,7 +18,16 @@ from mpitrain.data import open_dataset
 from mpitrain.data.prepare import prepare
 from mpitrain.errors import InputError
 from mpitrain.models.build import build_model
-from mpitrain.models.metrics import R2, RMSE, Accuracy, Confusion, Perplexity, TopAccuracy, judged, of_classes
+from mpitrain.models.metrics import (
+    R2,
+    RMSE,
+    Accuracy,
+    Confusion,
+    Perplexity,
+    TopAccuracy,
+    compare_targets,
+    measure_of_classes,
+)
 from mpitrain.monitor.run_files import read_events
 from mpitrain.tensor import Axis
 from mpitrain.tensor.vocabulary import evaluate_scores, gather_scores
@@ -195,7 +204,7 @@ def test_divided_scores_are_judged_as_whole_ones(world):
     y[1, 2] = -100
     bounds = axis.bounds(11)
     part = scores[..., bounds[world.rank] : bounds[world.rank + 1]]
-    expected = judged(scores, y, top=True)
+    expected = compare_targets(scores, y, top=True)
     nats, guess, above = evaluate_scores(part, y, axis, 11, top=True)
     counted = expected.counted
     assert torch.allclose(nats[counted].float(), expected.nats[counted], atol=1e-6)
@@ -226,10 +235,10 @@ def test_sums_of_parts_come_to_the_formulas():
         names = [f"class {number}" for number in range(classes)]
         for name, expected in by_scikit_learn(scores, y, names).items():
             kind = name.partition(" of ")[0] if " of " not in name or name.startswith("auroc") else "per_class"
-            metric = of_classes(kind, names, each=True)
+            metric = measure_of_classes(kind, names, each=True)
             if kind == "auroc":
                 for lo in range(0, 40, 9):
-                    metric.see(scores[lo : lo + 9], y[lo : lo + 9])
+                    metric.update(scores[lo : lo + 9], y[lo : lo + 9])
                 assert metric.figures(lambda own: [own])[name] == pytest.approx(expected, abs=1e-12)
             else:
                 sums = sum(metric.sums(scores[lo : lo + 9], y[lo : lo + 9]) for lo in range(0, 40, 9))
@@ -241,14 +250,19 @@ def test_sums_of_parts_come_to_the_formulas():
     assert R2(3).value(sums) == pytest.approx(r2_score(numbers, guesses), rel=1e-6)
     sums = sum(RMSE(3).sums(guesses[lo : lo + 9], numbers[lo : lo + 9]) for lo in range(0, 40, 9))
     assert RMSE(3).value(sums) == pytest.approx(root_mean_squared_error(numbers, guesses), rel=1e-6)
-    assert TopAccuracy(7).of(judged(torch.full((1, 7), math.nan), torch.zeros(1, dtype=torch.long), top=True))[0] == 0
+    assert (
+        TopAccuracy(7).target_sums(
+            compare_targets(torch.full((1, 7), math.nan), torch.zeros(1, dtype=torch.long), top=True)
+        )[0]
+        == 0
+    )
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(
     ("metric", "words"),
     [
-        ("rmse", "train.metrics rmse is not of classes, which the targets are; choose accuracy, f1,"),
+        ("rmse", "train.metrics rmse is not available for targets that are classes; choose accuracy, f1,"),
         ("train.own_metrics:margn", "did you mean 'margin'"),
         ("train.own_metrics:accuracy", "the name 'accuracy' is already used"),
         ("train.own_metrics:broken", "raised ValueError: no such thing (own_metrics.py:"),

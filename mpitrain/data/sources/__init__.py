@@ -157,7 +157,7 @@ def token_source(
     end: int | None,
     *,
     pack: int | None = None,
-    found: Callable[[], tuple[str, ...]] = tuple,
+    late_notes: Callable[[], tuple[str, ...]] = tuple,
 ) -> Source:
     """Describe tokens: a stream, or samples that documents were packed into. See `Source`.
 
@@ -169,13 +169,13 @@ def token_source(
         vocabulary: Size of the vocabulary; None if it is to be counted.
         end: Token that ends each document, if documents have one.
         pack: Tokens per sample, if documents are packed into samples.
-        found: Function that returns further notes after the blocks were read.
+        late_notes: Function that returns further notes after the blocks were read.
     """
     tokens = FieldSpec(name=TOKENS, dtype=dtype, shape=(), given="integer")
     mask = FieldSpec(name=MASK, dtype="uint8", shape=(), given="integer")
     fields, tokenizer = (tokens, mask) if pack else (tokens,), options.tokenizer
     return Source(
-        "tokens", fields, blocks, files, None, vocabulary, tokenizer, document_end=end, pack=pack, found=found
+        "tokens", fields, blocks, files, None, vocabulary, tokenizer, document_end=end, pack=pack, found=late_notes
     )
 
 

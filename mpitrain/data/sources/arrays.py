@@ -33,7 +33,7 @@ import numpy.typing as npt
 from mpitrain.data.folders import os_errors
 from mpitrain.data.format import FieldSpec
 from mpitrain.data.sources import GATHER_BYTES, MOST_DIMENSIONS, Columns, PrepareOptions, Source, finite, partition
-from mpitrain.data.sources.streams import opened
+from mpitrain.data.sources.streams import open_stream
 from mpitrain.errors import InputError, refusing
 
 _NAMES = "x and y, or x_train and y_train (and x_test, y_test)"
@@ -69,16 +69,16 @@ def arrays_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """
     archives = [path for path in files if path.suffix.lower() == ".npz"]
     if len(archives) > 1 or (archives and len(files) > 1):
-        raise InputError(f"source {files[0]}: give one .npz file, or .npy files named {_NAMES}")
-    arrays = _members(archives[0]) if archives else {path.stem.lower(): _mapped(path) for path in files}
-    train, test = _pairs(arrays, str(files[0] if archives else files[0].parent))
-    x, y = (_field(name, array) for name, array in zip(("x", "y"), train, strict=True))
+        raise InputError(f"source {files[0]}: use one .npz file, or .npy files named {_NAMES}")
+    arrays = _read_members(archives[0]) if archives else {path.stem.lower(): _map_array(path) for path in files}
+    train, test = _pair_arrays(arrays, str(files[0] if archives else files[0].parent))
+    x, y = (_make_field(name, array) for name, array in zip(("x", "y"), train, strict=True))
     if test:
         for train_array, test_array in zip(train, test, strict=True):
             if train_array.dtype != test_array.dtype or train_array.shape[1:] != test_array.shape[1:]:
                 raise InputError(
                     f"{test_array.label} has rows of {test_array.dtype} {test_array.shape[1:]}, "
-                    f"{train_array.label} has {train_array.dtype} {train_array.shape[1:]}; give both the same form"
+                    f"{train_array.label} has {train_array.dtype} {train_array.shape[1:]}; use one dtype and shape"
                 )
     return source_of_pairs(x, y, train, test, len(files), options)
 
@@ -99,20 +99,20 @@ def source_of_pairs(
     """
     nonfinite: dict[str, int] = {}
 
-    def found() -> tuple[str, ...]:
+    def notes() -> tuple[str, ...]:
         return tuple(f"{label} has {count} numbers that are not finite" for label, count in nonfinite.items() if count)
 
     step = max(1, GATHER_BYTES // max(1, x.row_bytes + y.row_bytes))
 
     def rows(pair: Pair) -> Iterator[Columns]:
         counts = nonfinite if options.allow_nonfinite else None
-        for xs, ys in zip(*(_finite(array, array.blocks(step), counts) for array in pair), strict=True):
+        for xs, ys in zip(*(_check_finite(array, array.blocks(step), counts) for array in pair), strict=True):
             yield xs.reshape(len(xs), *x.shape), ys
 
-    return Source("arrays", (x, y), partition(rows, train, test), files=files, found=found)
+    return Source("arrays", (x, y), partition(rows, train, test), files=files, found=notes)
 
 
-def _finite(
+def _check_finite(
     array: Array, blocks: Iterator[npt.NDArray[Any]], counts: dict[str, int] | None
 ) -> Iterator[npt.NDArray[Any]]:
     """Yield blocks of an array, and check that all numbers are finite as float32.
@@ -134,50 +134,52 @@ def _finite(
                 total = bad + sum(rest.size - np.count_nonzero(finite(rest)) for rest in blocks)
                 raise InputError(
                     f"{array.label}, row {first}: {total} numbers from here on are nan, infinite or too large for "
-                    "float32; mend them, or take them as they are with --allow-nonfinite"
+                    "float32; fix them, or accept them with --allow-nonfinite"
                 )
             counts[array.label] = counts.get(array.label, 0) + bad
         row += len(block)
         yield block
 
 
-def _pairs(arrays: dict[str, Array], label: str) -> tuple[Pair, Pair | None]:
+def _pair_arrays(arrays: dict[str, Array], label: str) -> tuple[Pair, Pair | None]:
     def pair(x: str, y: str) -> Pair:
         if x not in arrays or y not in arrays:
             missing = y if x in arrays else x
-            raise InputError(f"source {label} holds {', '.join(arrays)}: {missing} is missing; name arrays {_NAMES}")
+            raise InputError(f"source {label} has {', '.join(arrays)}, but not {missing}; name its arrays {_NAMES}")
         xs, ys = arrays[x], arrays[y]
         if not xs.shape or not ys.shape or xs.shape[0] != ys.shape[0]:
-            raise InputError(f"{xs.label} has the shape {xs.shape}, {ys.label} has {ys.shape}; give both as many rows")
+            raise InputError(
+                f"{xs.label} has the shape {xs.shape}, but {ys.label} has {ys.shape}; save equal numbers of rows"
+            )
         if 0 in xs.shape + ys.shape:
-            raise InputError(f"{xs.label} is empty (shape {xs.shape}, y {ys.shape}); give at least one row")
+            raise InputError(f"{xs.label} is empty (shape {xs.shape}, y {ys.shape}); save at least one row")
         return xs, ys
 
     train = pair("x_train", "y_train") if "x_train" in arrays else pair("x", "y")
     return train, pair("x_test", "y_test") if "x_test" in arrays else None
 
 
-def _field(name: str, array: Array) -> FieldSpec:
+def _make_field(name: str, array: Array) -> FieldSpec:
     kind, size = array.dtype.kind, array.dtype.itemsize
     if len(array.shape) > MOST_DIMENSIONS:
-        raise InputError(f"{array.label} has {len(array.shape)} dimensions; give at most {MOST_DIMENSIONS}")
+        raise InputError(f"{array.label} has {len(array.shape)} dimensions; use at most {MOST_DIMENSIONS}")
     value_kind: Literal["integer", "float", "unit"]
     if kind == "b" or (kind == "f" and size <= 8):
         value_kind = "float"
     elif kind in "iu" and (size < 8 or kind == "i"):
         value_kind = "unit" if name == "x" and array.dtype == np.uint8 else "integer"
     elif kind == "O":
-        raise InputError(f"{array.label} holds Python objects, which are never loaded; save it as plain numbers")
+        raise InputError(f"{array.label} contains Python objects, which are never loaded; save it as numbers")
     else:
         raise InputError(f"{array.label} has the dtype {array.dtype}; save it as floating point, int64 or smaller")
     return FieldSpec(name=name, dtype=array.dtype.name, shape=array.shape[1:], given=value_kind)
 
 
-def _mapped(path: Path) -> Array:
+def _map_array(path: Path) -> Array:
     label = f"array {path}"
     with os_errors(f"{label} cannot be read"):
         if path.stat().st_size == 0:
-            raise InputError(f"{label} is empty; give a file with data")
+            raise InputError(f"{label} is empty; use a file with data")
         with refusing(f"{label} is not a plain .npy array", "save it again"):
             array = np.lib.format.open_memmap(path, mode="r")
 
@@ -188,17 +190,17 @@ def _mapped(path: Path) -> Array:
     return Array(label, array.dtype, array.shape, blocks)
 
 
-def _members(path: Path) -> dict[str, Array]:
+def _read_members(path: Path) -> dict[str, Array]:
     with (
         os_errors(f"archive {path} cannot be read"),
-        refusing(f"archive {path} is not a whole .npz file", "save it again"),
+        refusing(f"archive {path} is not a complete .npz file", "save it again"),
         zipfile.ZipFile(path) as archive,
     ):
         names = [name for name in archive.namelist() if name.endswith(".npy")]
-    return {name[:-4].lower(): _member(path, name) for name in names}
+    return {name[:-4].lower(): _describe_member(path, name) for name in names}
 
 
-def _member(path: Path, name: str) -> Array:
+def _describe_member(path: Path, name: str) -> Array:
     label = f"array {name[:-4]} of {path}"
 
     @contextmanager
@@ -214,13 +216,13 @@ def _member(path: Path, name: str) -> Array:
     def header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
         shape, fortran, dtype = npy_header(file, label)
         if fortran and len(shape) > 1:
-            raise InputError(f"{label} is in Fortran order; save np.ascontiguousarray of it")
+            raise InputError(f"{label} is in Fortran order; save np.ascontiguousarray(array)")
         return shape, dtype
 
-    return _streamed(label, member, header, f"{label} ends too early; save it again")
+    return _describe_stream(label, member, header, f"{label} ends too early; save it again")
 
 
-def _streamed(
+def _describe_stream(
     label: str,
     opening: Callable[[], AbstractContextManager[IO[bytes]]],
     header: Callable[[IO[bytes]], tuple[tuple[int, ...], np.dtype[Any]]],
@@ -296,18 +298,18 @@ def idx_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     Raises:
         InputError: A file has no partner, or the two do not fit each other.
     """
-    train, test = _idx_pairs(files)
+    train, test = _pair_idx_files(files)
     images, labels = train
     channel = (1,) if len(images.shape) == 3 else ()
     if labels.dtype.kind not in "iu" or len(labels.shape) != 1:
-        raise InputError(f"IDX file {labels.label} holds no class numbers; give the labels file")
+        raise InputError(f"IDX file {labels.label} contains no class numbers; use the labels file")
     value_kind: Literal["unit", "float"] = "unit" if images.dtype.kind == "u" else "float"
     x = FieldSpec(name="x", dtype=images.dtype.name, shape=channel + images.shape[1:], given=value_kind)
     y = FieldSpec(name="y", dtype=labels.dtype.name, shape=(), given="integer")
     return source_of_pairs(x, y, train, test, len(files), options)
 
 
-def _idx_pairs(files: Sequence[Path]) -> tuple[Pair, Pair | None]:
+def _pair_idx_files(files: Sequence[Path]) -> tuple[Pair, Pair | None]:
     """Return the training pair and, if there is one, the test pair of images and labels."""
     # name without the ending; those of images and of their labels differ in that one word only
     by_key = {_IDX_NAME.sub("", path.name).lower(): path for path in files}
@@ -315,38 +317,40 @@ def _idx_pairs(files: Sequence[Path]) -> tuple[Pair, Pair | None]:
     for key, path in by_key.items():
         if "labels" in key:
             if key.replace("labels", "images") not in by_key:
-                raise InputError(f"IDX file {path} has no images beside it; give both files")
+                raise InputError(f"IDX file {path} has no images file next to it; use both files")
             continue
         if key.replace("images", "labels") not in by_key or "images" not in key:
-            raise InputError(f"IDX file {path} has no labels beside it; give both, named ...images... and ...labels...")
+            raise InputError(f"IDX file {path} has no labels file next to it; name them ...images... and ...labels...")
         own_test = bool(_IDX_TEST.search(path.name))
         if own_test in pairs:
-            raise InputError(f"IDX files {pairs[own_test][0].label} and {path} are two sets of images; give one")
-        images, labels = _idx_array(path), _idx_array(by_key[key.replace("images", "labels")])
+            raise InputError(f"IDX files {pairs[own_test][0].label} and {path} are two sets of images; use one")
+        images, labels = _describe_idx(path), _describe_idx(by_key[key.replace("images", "labels")])
         if images.shape[0] != labels.shape[0]:
             raise InputError(
-                f"IDX file {path} holds {images.shape[0]} images, {labels.label} {labels.shape[0]} labels; "
-                "give files that belong together"
+                f"IDX file {path} has {images.shape[0]} images, but {labels.label} has {labels.shape[0]} labels; "
+                "use two files of the same data"
             )
         pairs[own_test] = (images, labels)
     return (pairs[False], pairs.get(True)) if False in pairs else (pairs[True], None)
 
 
-def _idx_array(path: Path) -> Array:
-    cut_off = f"IDX file {path} ends too early: it is cut off; get it again"
-    return _streamed(str(path), partial(opened, path), partial(_idx_header, path=path, cut_off=cut_off), cut_off)
+def _describe_idx(path: Path) -> Array:
+    cut_off = f"IDX file {path} ends too early; download it again"
+    return _describe_stream(
+        str(path), partial(open_stream, path), partial(_read_idx_header, path=path, cut_off=cut_off), cut_off
+    )
 
 
-def _idx_header(file: IO[bytes], path: Path, cut_off: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def _read_idx_header(file: IO[bytes], path: Path, cut_off: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
     head = file.read(4)
     if not head:
-        raise InputError(f"IDX file {path} is empty; give a file with data")
+        raise InputError(f"IDX file {path} is empty; use a file with data")
     if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _IDX_TYPES or not head[3]:
-        raise InputError(f"{path} is not an IDX file, although its name says so; get it again")
+        raise InputError(f"{path} is not an IDX file, although its name says so; download it again")
     sizes = file.read(4 * head[3])
     if len(sizes) < 4 * head[3]:
         raise InputError(cut_off)
     shape = struct.unpack(f">{head[3]}I", sizes)
     if 0 in shape or len(shape) > MOST_DIMENSIONS:
-        raise InputError(f"IDX file {path} holds no samples (its sizes are {list(shape)!s:.100}); get it again")
+        raise InputError(f"IDX file {path} has no samples (its sizes are {list(shape)!s:.100}); download it again")
     return shape, np.dtype(_IDX_TYPES[head[2]])

@@ -30,7 +30,7 @@ from mpitrain.errors import InputError
 LINES = frozenset((".jsonl", ".ndjson"))
 PAIRS_PACK = 1024  # default tokens per sample of prompts and completions
 _NEXT = re.compile(r"[\s,\[]*")  # text between two elements of an array
-_AT_ONCE = 256  # documents encoded together
+_ENCODED_AT_ONCE = 256  # documents encoded together
 _ROWS_AT_ONCE = 1024
 _SPLIT = re.compile(r"(train|val|valid|validation|dev|test|held[_-]out)(?![a-z])")
 _KINDS = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
@@ -49,7 +49,7 @@ def is_documents(path: Path, fields: TextFields) -> bool:
     if suffix == ".json":
         if _is_array(path):
             return True
-        with streams.opened(path) as file:
+        with streams.open_stream(path) as file:
             try:
                 return isinstance(json.loads(file.readline(streams.CHUNK)), dict)
             except ValueError:
@@ -95,7 +95,7 @@ def documents_source(files: Sequence[Path], options: PrepareOptions, read: Read 
     encoder, fields = make_encoder(options.tokenizer, options.end_token, documents=True), options.text_fields
     pack = options.pack or (PAIRS_PACK if fields.prompt is not None else None)
     if pack and encoder.end is None:
-        raise InputError("packed documents need a token that ends each; name one of the tokenizer's with --end-token")
+        raise InputError("packed documents need an end token; use --end-token to name a token of the tokenizer")
     splits = splits_by_name(files)
     packers: dict[str, Packer] = {}
 
@@ -121,7 +121,7 @@ def documents_source(files: Sequence[Path], options: PrepareOptions, read: Read 
         return tuple(f"{split}: {note}" for split, packer in named for note in packer.notes())
 
     dtype, vocabulary, end = encoder.dtype, encoder.vocabulary, encoder.end
-    return token_source(len(files), blocks, options, dtype, vocabulary, end, pack=pack, found=notes)
+    return token_source(len(files), blocks, options, dtype, vocabulary, end, pack=pack, late_notes=notes)
 
 
 def splits_by_name(files: Sequence[Path]) -> dict[Path, str] | None:
@@ -138,7 +138,7 @@ def splits_by_name(files: Sequence[Path]) -> dict[Path, str] | None:
         return None
     other = next((path for path in files if path not in splits), None)
     if other is not None:
-        raise InputError(f"source {other} is named neither train nor val, as others are; rename it, or leave it out")
+        raise InputError(f"source {other} is named neither train nor val, but others are; rename it, or leave it out")
     return splits
 
 
@@ -154,20 +154,20 @@ def _by_split(
     """
     number = 0
     for path, documents in texts:
-        while batch := list(islice(documents, _AT_ONCE)):
+        while batch := list(islice(documents, _ENCODED_AT_ONCE)):
             if splits is None:
                 mask = held_out_mask(number, len(batch), held_out)
                 number += len(batch)
             else:
                 mask = np.full(len(batch), splits[path] == HELD_OUT)
-            encoded = _encoded(batch, encoder)
+            encoded = _encode_documents(batch, encoder)
             for which in (False, True):
                 split_documents = [tokens for tokens, out in zip(encoded, mask.tolist(), strict=True) if out == which]
                 if split_documents := [document for document in split_documents if len(document[0])]:
                     yield which, split_documents
 
 
-def _encoded(documents: Sequence[tuple[str, ...]], encoder: Encoder) -> list[tuple[Tokens, int]]:
+def _encode_documents(documents: Sequence[tuple[str, ...]], encoder: Encoder) -> list[tuple[Tokens, int]]:
     """Return each document's tokens with the end token, and how many of them belong to the prompt.
 
     A document without text has no tokens.
@@ -183,7 +183,7 @@ def _encoded(documents: Sequence[tuple[str, ...]], encoder: Encoder) -> list[tup
 
 
 def _lines(path: Path, fields: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
-    with streams.opened(path, encoding) as file:
+    with streams.open_stream(path, encoding) as file:
         for number, line in streams.lines_of(file, path):
             if not line.strip():
                 continue
@@ -191,10 +191,10 @@ def _lines(path: Path, fields: TextFields, encoding: str | None) -> Iterator[tup
             try:
                 content = json.loads(line.strip())
             except UnicodeDecodeError:
-                raise InputError(f"{where}: not UTF-8; convert it, or give its --encoding") from None
+                raise InputError(f"{where} is not UTF-8; convert the file, or set --encoding") from None
             except (ValueError, RecursionError) as error:
                 reason = getattr(error, "msg", "nested too deeply")
-                raise InputError(f"{where}: not JSON ({reason}); mend or remove the line") from None
+                raise InputError(f"{where} is not valid JSON ({reason}); fix or remove the line") from None
             yield _texts(content, fields, where)
 
 
@@ -205,7 +205,7 @@ def _is_array(path: Path) -> bool:
 def _elements(path: Path, fields: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
     """Yield the texts of each object in a JSON array, read one after the other."""
     decode, rest, line, more = json.JSONDecoder().raw_decode, "", 1, True
-    with streams.opened(path, encoding) as file:
+    with streams.open_stream(path, encoding) as file:
         text = codecs.getreader("utf-8")(file)
         try:
             while more:
@@ -219,26 +219,27 @@ def _elements(path: Path, fields: TextFields, encoding: str | None) -> Iterator[
                         if more and len(rest) - at <= streams.LONGEST:
                             break  # it may continue in the next chunk
                         reason = getattr(error, "msg", "nested too deeply")
-                        raise InputError(f"{where}: not JSON ({reason}); mend or remove the element") from None
+                        raise InputError(f"{where} is not valid JSON ({reason}); fix or remove the element") from None
                     yield _texts(content, fields, where)
                     line, at = line + rest.count("\n", at, end), end
                 rest = rest[at:]
         except UnicodeDecodeError:
-            raise InputError(f"{path} is not UTF-8 after line {line}; convert it, or give its --encoding") from None
+            raise InputError(f"{path} is not UTF-8 after line {line}; convert it, or set --encoding") from None
     if not rest.rstrip().endswith("]"):
-        raise InputError(f"{path} ends after line {line} without the ] of its array; restore that file")
+        raise InputError(f"{path} ends after line {line}, before the ] of its array; restore that file")
 
 
 def _texts(content: Any, fields: TextFields, where: str) -> tuple[str, ...]:
     """Return the texts in a document's fields. Raises InputError if one is missing or not text."""
     if not isinstance(content, dict):
-        raise InputError(f'{where}: not an object with fields, such as {{"text": ...}}; mend or remove it')
+        raise InputError(f'{where} is not an object with fields, such as {{"text": ...}}; fix or remove it')
     for name in fields.names:
         if name not in content:
-            raise InputError(f"{where}: no field {name!r} (there: {', '.join(map(str, content))[:200]}); {fields.hint}")
+            known = ", ".join(map(str, content))[:200]
+            raise InputError(f"{where} has no field {name!r} (its fields: {known}); {fields.hint}")
         if not isinstance(value := content[name], str):
             kind = _KINDS.get(type(value), "null")
-            raise InputError(f"{where}: field {name!r} is {kind}, not text; mend or remove it")
+            raise InputError(f"{where}: field {name!r} is {kind}, not text; fix or remove it")
     return tuple(content[name] for name in fields.names)
 
 
@@ -309,7 +310,7 @@ def text_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """
     encoding = encoding_of(files, options.encoding)
     if options.pack or options.blank_lines:
-        read = _between_blank_lines if options.blank_lines else _whole
+        read = _between_blank_lines if options.blank_lines else _whole_file
         return documents_source(files, replace(options, encoding=encoding), read)
     encoder = make_encoder(options.tokenizer, options.end_token, documents=False)
 
@@ -343,12 +344,12 @@ def encoding_of(files: Sequence[Path], encoding: str | None) -> str | None:
             "a".encode(encoding)
         except LookupError:  # unknown to Python, or not an encoding of text
             examples = "utf-8, utf-16, utf-32, latin-1, cp1252 ..."
-            raise InputError(f"--encoding {encoding} is unknown; give {examples}") from None
+            raise InputError(f"--encoding {encoding} is unknown; use {examples}") from None
         return None if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
     for path in files:
         name = streams.wide_encoding(streams.head(path, _SNIFF_BYTES))
         if name is not None:
-            raise InputError(f"text file {path} is {name.upper()}; give --encoding {name}, or convert it to UTF-8")
+            raise InputError(f"text file {path} is {name.upper()}; add --encoding {name}, or convert it to UTF-8")
     return None
 
 
@@ -416,9 +417,9 @@ def _after_line(path: Path, offset: int, size: int, encoding: str | None) -> int
 
 
 def _read(part: _Range, size: int) -> Iterator[bytes]:
-    with streams.opened(part.path, part.encoding) as file:
+    with streams.open_stream(part.path, part.encoding) as file:
         file.seek(part.start) if file.seekable() else streams.skip(file, part.start)
-        yield from streams.up_to(file, part.stop - part.start, size)
+        yield from streams.read_up_to(file, part.stop - part.start, size)
 
 
 def _pieces(part: _Range) -> Iterator[str]:
@@ -427,10 +428,10 @@ def _pieces(part: _Range) -> Iterator[str]:
     for chunk in _read(part, _PIECE):
         rest += chunk
         end = rest.rfind(b"\n") + 1 or rest.rfind(b" ") + 1 or _whole_characters(rest)
-        yield _decoded(rest[:end], part.path, offset)
+        yield _decode(rest[:end], part.path, offset)
         rest, offset = rest[end:], offset + end
     if rest:
-        yield _decoded(rest, part.path, offset)
+        yield _decode(rest, part.path, offset)
 
 
 def _whole_characters(text: bytes) -> int:
@@ -441,26 +442,26 @@ def _whole_characters(text: bytes) -> int:
     return len(text)
 
 
-def _decoded(text: bytes, path: Path, offset: int) -> str:
+def _decode(text: bytes, path: Path, offset: int) -> str:
     try:
         return text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(
             f"text file {path} is not UTF-8 at byte {offset + error.start}; "
-            "convert it or give its --encoding, or leave --tokenizer, --pack and --blank-lines out to train on bytes"
+            "convert it, set --encoding, or train on its bytes, without --tokenizer, --pack and --blank-lines"
         ) from None
 
 
 # -- text files as documents
 
 
-def _whole(path: Path, _: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
+def _whole_file(path: Path, _: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
     pieces, length = [], 0
     for piece in text_pieces(path, encoding):
         pieces.append(piece)
         length += len(piece)
         if length > streams.LONGEST:
-            raise _too_long(path)
+            raise _too_long_error(path)
     yield ("".join(pieces),)
 
 
@@ -473,7 +474,7 @@ def _between_blank_lines(path: Path, _: TextFields, encoding: str | None) -> Ite
             lines.append(line)
             length += len(line)
             if length > streams.LONGEST:
-                raise _too_long(path)
+                raise _too_long_error(path)
         elif lines:
             yield ("\n".join(lines).rstrip("\r"),)
             lines, length = [], 0
@@ -485,7 +486,7 @@ def _lines_of_text(pieces: Iterable[str], path: Path) -> Iterator[str]:
         first, *others = piece.split("\n")
         begun.append(first)
         if sum(map(len, begun)) > streams.LONGEST:
-            raise _too_long(path)
+            raise _too_long_error(path)
         if others:
             yield "".join(begun)
             yield from others[:-1]
@@ -493,8 +494,8 @@ def _lines_of_text(pieces: Iterable[str], path: Path) -> Iterator[str]:
     yield "".join(begun)
 
 
-def _too_long(path: Path) -> InputError:
+def _too_long_error(path: Path) -> InputError:
     return InputError(
-        f"text file {path} has a document of more than {streams.LONGEST >> 20} Mi characters; split it, or leave "
-        "--pack and --blank-lines out for a stream of tokens"
+        f"text file {path} has a document of more than {streams.LONGEST >> 20} Mi characters; split it, or prepare "
+        "a stream of tokens, without --pack and --blank-lines"
     )

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.data.folders import needing
+from mpitrain.data.folders import require_package
 from mpitrain.data.sources import Columns
 from mpitrain.errors import InputError, refusing
 
@@ -66,12 +66,12 @@ class Encoder:
         try:
             encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
         except TypeError:  # raised by the library for text without UTF-8, which is too rare to check before
-            clean_texts = [without_surrogates(text) for text in texts]
+            clean_texts = [replace_surrogates(text) for text in texts]
             encodings = self.tokenizer.encode_batch(clean_texts, add_special_tokens=False)
         return [np.array(encoding.ids, self.dtype) for encoding in encodings]
 
 
-def without_surrogates(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Replace each half of a surrogate pair in a text by "?"."""
     return text.encode("utf-8", "replace").decode()
 
@@ -99,7 +99,7 @@ def make_encoder(file: Path | None, end_token: str | None, *, documents: bool) -
         if end_token not in (None, NO_END):
             if not end_token.isdecimal() or int(end_token) > BYTES:
                 raise InputError(
-                    f"--end-token {end_token} is for a tokenizer; without one give a byte's number, {BYTES}, or none"
+                    f"--end-token {end_token} needs a --tokenizer; without one, use a byte's number, {BYTES} or none"
                 )
             end = int(end_token)
         return Encoder(None, BYTES + (end == BYTES), end)
@@ -124,17 +124,19 @@ def end_of_vocabulary(known: dict[str, int], end_token: str | None, file: Path) 
     if end_token is None:
         return next((known[name] for name in ENDS if name in known), None)
     if end_token not in known:
-        raise InputError(f"tokenizer file {file} has no token {end_token!r} for --end-token; name one it has, or none")
+        raise InputError(
+            f"tokenizer file {file} has no token {end_token!r} for --end-token; use one of its tokens, or none"
+        )
     return known[end_token]
 
 
 def load_tokenizer(path: Path) -> Any:
     """Load a tokenizer of Hugging Face's `tokenizers`, without truncation and padding."""
-    with needing(f"{path} needs", "tokenizers"):
+    with require_package(f"{path} needs", "tokenizers"):
         from tokenizers import Tokenizer
     if not path.is_file():
-        raise InputError(f"tokenizer file {path} does not exist; give a tokenizer.json")
-    with refusing(f"tokenizer file {path} is not one of Hugging Face tokenizers", "give a tokenizer.json"):
+        raise InputError(f"tokenizer file {path} does not exist; use a tokenizer.json")
+    with refusing(f"tokenizer file {path} is not a Hugging Face tokenizer", "use a tokenizer.json"):
         encoder = Tokenizer.from_file(str(path))
     encoder.no_truncation()  # a file may request both, and would silently cut our pieces
     encoder.no_padding()
@@ -157,7 +159,7 @@ class Packer:
     def __init__(self, sequence: int, end: int, dtype: str, *, whole: bool) -> None:
         self._size, self._end, self._dtype, self._whole = sequence + 1, end, dtype, whole
         self._open: list[_Sample] = []
-        self._documents = self._cut = self._filled = self._given = 0
+        self._documents = self._cut = self._filled = self._places = 0
 
     def add(self, documents: Sequence[tuple[Tokens, int]]) -> Columns:
         """Add documents; return the samples that are complete.
@@ -179,9 +181,11 @@ class Packer:
 
     def notes(self) -> tuple[str, ...]:
         """Return sentences about the packing, for people."""
-        notes = [f"packed {self._documents:,} documents, {self._filled / max(1, self._given):.1%} of the places used"]
+        notes = [
+            f"packed {self._documents:,} documents, which fill {self._filled / max(1, self._places):.1%} of the samples"
+        ]
         if self._cut:
-            notes.append(f"{self._cut:,} were longer than {self._size:,} tokens and lost their end; raise --pack")
+            notes.append(f"{self._cut:,} were longer than {self._size:,} tokens and were cut; use a larger --pack")
         return tuple(notes)
 
     def _pieces(self, tokens: Tokens, untrained: int) -> list[tuple[Tokens, int]]:
@@ -210,7 +214,7 @@ class Packer:
 
     def _columns(self, samples: Sequence[_Sample]) -> Columns:
         self._filled += sum(sample.length for sample in samples)
-        self._given += self._size * len(samples)
+        self._places += self._size * len(samples)
         tokens = [sample.tokens for sample in samples] or [np.empty(0, self._dtype)]
         masks = [sample.mask for sample in samples] or [np.empty(0, np.uint8)]
         return np.concatenate(tokens), np.concatenate(masks)

@@ -35,10 +35,10 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.data.folders import needing, os_errors
+from mpitrain.data.folders import os_errors, require_package
 from mpitrain.data.format import FieldSpec
 from mpitrain.data.sources import GATHER_BYTES, MOST_CLASSES, Columns, PrepareOptions, Source, partition
-from mpitrain.data.sources.streams import opened
+from mpitrain.data.sources.streams import open_stream
 from mpitrain.errors import InputError
 
 SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"))
@@ -64,11 +64,11 @@ class _Sample:
 
     def parts(self) -> tuple[Path | IO[bytes], str]:
         """Return the image file and the class. Raises BadImage if one of them is missing."""
-        leave = "or leave such samples out with --skip-bad"
+        skip = "or skip such samples with --skip-bad"
         if not self.label:
-            raise BadImage(f"{self.place} has no class in a .cls, .json or .txt; add it, {leave}")
+            raise BadImage(f"{self.place} has no class in a .cls, .json or .txt file; add one, {skip}")
         if self.image is None:
-            raise BadImage(f"{self.place} has a class and no image; add one, {leave}")
+            raise BadImage(f"{self.place} has a class but no image; add one, {skip}")
         return io.BytesIO(self.image) if isinstance(self.image, bytes) else self.image, self.label
 
 
@@ -92,7 +92,7 @@ def images_source(files: Sequence[tuple[Path, Path]], options: PrepareOptions) -
         InputError: Pillow is missing, or there is only one class.
     """
     load_decoders()
-    train, test = _labelled(files)
+    train, test = _split_samples(files)
     classes = sorted({image.label or "" for image in (*train, *test)})
     if len(classes) < 2:
         raise InputError(f"source {files[0][1]} has only the class {classes[0]}; put each class into its own folder")
@@ -130,27 +130,27 @@ def _pixels_source(
     step = max(1, GATHER_BYTES // (3 * size[0] * size[1]))
 
     def rows(samples: _Samples) -> Iterator[Columns]:
-        readable = _readable(samples(), size, options, skipped)
+        readable = _read_images(samples(), size, options, skipped)
         while batch := list(islice(readable, step)):
             pixels, labels = zip(*batch, strict=True)
             yield np.stack(pixels), np.array([number[label] for label in labels], np.int32)
 
-    def found() -> tuple[str, ...]:
+    def skipped_note() -> tuple[str, ...]:
         return (f"left out {len(skipped)} images that cannot be read, such as {skipped[0]}",) if skipped else ()
 
     x = FieldSpec(name="x", dtype="uint8", shape=(3, *size), given="unit")
     y = FieldSpec(name="y", dtype="int32", shape=(), given="integer")
-    return Source("arrays", (x, y), partition(rows, train, test), files, classes, notes=notes, found=found)
+    return Source("arrays", (x, y), partition(rows, train, test), files, classes, notes=notes, found=skipped_note)
 
 
-def _readable(
+def _read_images(
     samples: Iterable[_Sample], size: tuple[int, int], options: PrepareOptions, skipped: list[str]
 ) -> Iterator[tuple[npt.NDArray[np.uint8], str]]:
     """Yield (image, class) of each sample; with --skip-bad, append the names of unreadable ones to `skipped`."""
     for sample in samples:
         try:
             file, label = sample.parts()
-            yield fitted(file, sample.place, size, crop=options.size is not None), label
+            yield read_image(file, sample.place, size, crop=options.size is not None), label
         except BadImage:
             if not options.skip_bad:
                 raise
@@ -163,7 +163,7 @@ def load_decoders() -> None:
     Raises:
         InputError: Pillow is not installed.
     """
-    with needing("images need", "pillow"):
+    with require_package("images need", "pillow"):
         from PIL import Image
     Image.init()  # loads the decoders; `open` does so only if no list of formats is given
 
@@ -172,15 +172,15 @@ def _first_size(images: Sequence[_Sample], *, skip_bad: bool) -> tuple[int, int]
     """Return the height and width of the first readable image."""
     for image in images:
         try:
-            height, width = decoded(image.parts()[0], image.place).shape[:2]
+            height, width = decode_image(image.parts()[0], image.place).shape[:2]
             return height, width
         except BadImage:
             if not skip_bad:
                 raise
-    raise InputError(f"{images[0].place} cannot be read, nor any other one; give images")
+    raise InputError(f"{images[0].place} and all other images cannot be read; check these files")
 
 
-def _labelled(files: Sequence[tuple[Path, Path]]) -> tuple[list[_Sample], list[_Sample]]:
+def _split_samples(files: Sequence[tuple[Path, Path]]) -> tuple[list[_Sample], list[_Sample]]:
     """Return the training samples and the held-out samples.
 
     The class of an image is the first folder below the source, or below train, val, ...; for an image in no such
@@ -198,7 +198,7 @@ def _labelled(files: Sequence[tuple[Path, Path]]) -> tuple[list[_Sample], list[_
     return train, test
 
 
-def fitted(file: Path | IO[bytes], label: str, size: tuple[int, int], *, crop: bool) -> npt.NDArray[np.uint8]:
+def read_image(file: Path | IO[bytes], label: str, size: tuple[int, int], *, crop: bool) -> npt.NDArray[np.uint8]:
     """Return an image of a given size.
 
     Args:
@@ -214,16 +214,16 @@ def fitted(file: Path | IO[bytes], label: str, size: tuple[int, int], *, crop: b
         BadImage: The image cannot be read.
         InputError: The image has another size, or more than 8 bits.
     """
-    pixels = decoded(file, label, size if crop else None)
+    pixels = decode_image(file, label, size if crop else None)
     if pixels.shape[:2] != size:
         raise InputError(
-            f"{label} is {pixels.shape[0]}x{pixels.shape[1]}, the first one {size[0]}x{size[1]} (height x width); "
-            f"give a common size, such as --size {size[0]}x{size[1]}"
+            f"{label} is {pixels.shape[0]}x{pixels.shape[1]}, but the first is {size[0]}x{size[1]} (height x width); "
+            f"choose a common size, such as --size {size[0]}x{size[1]}"
         )
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
-def decoded(file: Path | IO[bytes], label: str, fit: tuple[int, int] | None = None) -> npt.NDArray[np.uint8]:
+def decode_image(file: Path | IO[bytes], label: str, fit: tuple[int, int] | None = None) -> npt.NDArray[np.uint8]:
     """Decode an image to RGB.
 
     Args:
@@ -240,26 +240,26 @@ def decoded(file: Path | IO[bytes], label: str, fit: tuple[int, int] | None = No
     """
     from PIL import Image, ImageOps
 
-    mend = "remove it, or leave such images out with --skip-bad"
+    fix = "remove it, or skip such images with --skip-bad"
     with os_errors(f"{label} cannot be read"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about large images and odd tags
         try:
-            with Image.open(file, formats=_FORMATS) as opened:
-                if opened.mode[0] in "IF":  # RGB would cut these off at 255
-                    raise InputError(f"{label} has pixels of more than 8 bits; give such data as x.npy and y.npy")
-                image: Any = ImageOps.exif_transpose(opened).convert("RGB")
+            with Image.open(file, formats=_FORMATS) as image_file:
+                if image_file.mode[0] in "IF":  # RGB would cut these off at 255
+                    raise InputError(f"{label} has pixels of more than 8 bits; save such data as x.npy and y.npy")
+                image: Any = ImageOps.exif_transpose(image_file).convert("RGB")
             if fit:
                 image = ImageOps.fit(image, (fit[1], fit[0]), Image.Resampling.BILINEAR)
             return np.asarray(image)
         except Image.UnidentifiedImageError:
-            raise BadImage(f"{label} is not an image, although its name says so; {mend}") from None
+            raise BadImage(f"{label} is not an image, although its name says so; {fix}") from None
         except InputError:
             raise
         except Exception as error:  # decoders document no exceptions for broken images
             if isinstance(error, OSError) and error.errno is not None:  # an error of the disk, not of the image
                 raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise BadImage(f"{label} cannot be decoded ({reason}); {mend}") from None
+            raise BadImage(f"{label} cannot be decoded ({reason}); {fix}") from None
 
 
 # -- archives
@@ -297,43 +297,47 @@ def archives_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     own_test = [path for path in files if _ARCHIVE_OF_TEST.match(path.name)]
     test = own_test if len(own_test) < len(files) else []
     train = [path for path in files if path not in test]
-    size, labels, passed_over = _survey(files, options)
-    number, names = _classes(labels, options.classes, files[0])
+    size, labels, archive_notes = _survey_archives(files, options)
+    number, names = _number_classes(labels, options.classes, files[0])
     if size is None:
-        raise InputError(f"archive {files[0]} holds no images with classes; give pairs such as 0001.jpg and 0001.cls")
+        raise InputError(f"archive {files[0]} has no images with classes; use pairs such as 0001.jpg and 0001.cls")
 
     def samples(archives: Sequence[Path]) -> Iterator[_Sample]:
-        return (one for path in archives for one in _samples(path) if one.image is not None or one.label is not None)
+        return (
+            one for path in archives for one in _read_samples(path) if one.image is not None or one.label is not None
+        )
 
     others = partial(samples, test) if test else None
-    return _pixels_source(partial(samples, train), others, number, size, options, len(files), names, passed_over)
+    return _pixels_source(partial(samples, train), others, number, size, options, len(files), names, archive_notes)
 
 
-def _survey(files: Sequence[Path], options: PrepareOptions) -> tuple[tuple[int, int] | None, set[str], tuple[str, ...]]:
+def _survey_archives(
+    files: Sequence[Path], options: PrepareOptions
+) -> tuple[tuple[int, int] | None, set[str], tuple[str, ...]]:
     """Read archives; return the size of the first image, all labels, and notes about other members."""
     size, labels, others = options.size, set[str](), list[str]()
     for path in files:
-        for sample in _samples(path):
+        for sample in _read_samples(path):
             others += sample.others
             if sample.image is None and sample.label is None:
                 continue
             try:
                 image, label = sample.parts()
-                size = size or decoded(image, sample.place).shape[:2]
+                size = size or decode_image(image, sample.place).shape[:2]
             except BadImage:
                 if not options.skip_bad:
                     raise
                 continue
             labels.add(label)
             if len(labels) > MOST_CLASSES:
-                raise InputError(f"archive {path}: more than {MOST_CLASSES} different classes; are these captions?")
-    return size, labels, (f"passed over {len(others)} other members, such as {others[0]}",) if others else ()
+                raise InputError(f"archive {path} has more than {MOST_CLASSES} classes; use class names, not captions")
+    return size, labels, (f"ignored {len(others)} other files, such as {others[0]}",) if others else ()
 
 
-def _classes(labels: set[str], file: Path | None, first: Path) -> tuple[dict[str, int], tuple[str, ...] | None]:
+def _number_classes(labels: set[str], file: Path | None, first: Path) -> tuple[dict[str, int], tuple[str, ...] | None]:
     """Return the number of each label, and the names of the classes."""
     numbers = {label: int(label) for label in labels if label.isdecimal() and label.isascii()}
-    names = _names(file) if file else None
+    names = _read_class_names(file) if file else None
     if len(numbers) == len(labels):
         if names is None:
             return numbers, None
@@ -342,11 +346,14 @@ def _classes(labels: set[str], file: Path | None, first: Path) -> tuple[dict[str
         numbers = {name: number for number, name in enumerate(names)}
     for label in sorted(labels):
         if not 0 <= numbers.get(label, -1) < len(names):
-            raise InputError(f"archive {first}: has class {label!a}, and {file} {len(names)} names; add it there")
+            raise InputError(
+                f"archive {first} has the class {label!a}, which is not among the {len(names)} names in {file}; "
+                "add it there"
+            )
     return numbers, names
 
 
-def _label(content: bytes, is_json: bool) -> str:
+def _parse_label(content: bytes, is_json: bool) -> str:
     """Return the class that a file names; "" if it names none."""
     try:
         text: Any = content.decode("utf-8").strip()
@@ -361,13 +368,13 @@ def _label(content: bytes, is_json: bool) -> str:
     return label if len(label) <= _LONGEST_NAME and "\n" not in label else ""
 
 
-def _names(file: Path) -> tuple[str, ...]:
+def _read_class_names(file: Path) -> tuple[str, ...]:
     try:
         names = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--classes {file} cannot be read ({error}); give a file with a name a line") from None
+        raise InputError(f"--classes {file} cannot be read ({error}); use a text file with one name per line") from None
     if len(set(names)) < len(names) or not names:
-        raise InputError(f"--classes {file} holds {'a name twice' if names else 'no names'}; mend it")
+        raise InputError(f"--classes {file} contains {'a name twice' if names else 'no names'}; fix it")
     return names
 
 
@@ -398,9 +405,9 @@ class _TarHeader(tarfile.TarInfo):
             raise tarfile.ReadError(f"it is cut off or damaged: {error}") from None
 
 
-def _samples(path: Path) -> Iterator[_Sample]:
+def _read_samples(path: Path) -> Iterator[_Sample]:
     """Yield the samples of an archive, in order."""
-    for (folder, key), members in groupby(_members(path), _key):
+    for (folder, key), members in groupby(_read_members(path), _key):
         image, labels, others = None, dict[str, bytes](), []
         for name, content in members:
             name = name.rpartition("/")[2]
@@ -412,7 +419,7 @@ def _samples(path: Path) -> Iterator[_Sample]:
             else:
                 others.append(ascii(name)[1:-1][:_LONGEST_NAME])
         ending = next((ending for ending in _LABELS if ending in labels), "")
-        label = _label(labels[ending], ending == "json") if ending else None
+        label = _parse_label(labels[ending], ending == "json") if ending else None
         yield _Sample(f"{ascii(folder + key)[1:-1]:.200} in archive {path}", image, label, others)
 
 
@@ -422,27 +429,27 @@ def _key(member: tuple[str, object]) -> tuple[str, str]:
     return folder + slash, name.partition(".")[0]
 
 
-def _members(path: Path) -> Iterator[tuple[str, bytes | None]]:
+def _read_members(path: Path) -> Iterator[tuple[str, bytes | None]]:
     """Yield (name, content) of every member except folders; the content is None unless it is an image or a label."""
     with os_errors(f"archive {path} cannot be read"):
         try:
-            with opened(path) as file, tarfile.open(fileobj=file, mode="r|*", tarinfo=_TarHeader) as archive:
+            with open_stream(path) as file, tarfile.open(fileobj=file, mode="r|*", tarinfo=_TarHeader) as archive:
                 while (member := archive.next()) is not None:
                     archive.members.clear()  # type: ignore[attr-defined]  # else tarfile keeps all of them
                     if not member.isdir():
-                        yield member.name, _content(archive, member, path)
+                        yield member.name, _read_member(archive, member, path)
         except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:  # from malformed headers
-            raise InputError(f"archive {path} is not a whole tar file ({error}); get it again") from None
+            raise InputError(f"archive {path} is not a complete tar file ({error}); restore it") from None
 
 
-def _content(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> bytes | None:
+def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> bytes | None:
     ending = member.name.rpartition("/")[2].partition(".")[2].lower()
     if not member.isreg() or (f".{ending}" not in SUFFIXES and ending not in _LABELS):
         return None
     if member.size > _LARGEST_IMAGE:
-        raise InputError(f"archive {path}: {member.name!a:.200} has {member.size:,} bytes, too many for an image")
-    opened = archive.extractfile(member)
-    content = opened.read() if opened else b""
+        raise InputError(f"archive {path}: {member.name!a:.200} is too large, {member.size:,} bytes; remove it")
+    member_file = archive.extractfile(member)
+    content = member_file.read() if member_file else b""
     if len(content) != member.size:
-        raise tarfile.ReadError("it ends inside of a member")
+        raise tarfile.ReadError("its last member is incomplete")
     return content

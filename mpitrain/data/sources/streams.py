@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from mpitrain.data.folders import needing, os_errors
+from mpitrain.data.folders import os_errors, require_package
 from mpitrain.errors import InputError
 
 CHUNK = 1 << 20
@@ -56,12 +56,12 @@ class _Pieces(io.RawIOBase):
         super().close()
 
 
-def _decompressed(path: Path) -> Generator[bytes, None, None]:
+def _decompress_zstandard(path: Path) -> Generator[bytes, None, None]:
     """Yield the content of zstandard frames.
 
     An incomplete frame is an error, which the stream class of the package would ignore.
     """
-    with needing(f"{path} needs", "zstandard"):
+    with require_package(f"{path} needs", "zstandard"):
         import zstandard
     decompressor, frame, packed = zstandard.ZstdDecompressor(), None, b""
     with open(path, "rb") as file:
@@ -75,10 +75,10 @@ def _decompressed(path: Path) -> Generator[bytes, None, None]:
             packed = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame
     if frame is not None:
-        raise EOFError("it ends inside of a frame")
+        raise EOFError("its last frame is incomplete")
 
 
-def _transcoded(file: IO[bytes], path: Path, encoding: str) -> Generator[bytes, None, None]:
+def _transcode(file: IO[bytes], path: Path, encoding: str) -> Generator[bytes, None, None]:
     """Yield text in some encoding, converted to UTF-8."""
     decoder, taken, chunk = codecs.getincrementaldecoder(encoding)(), 0, b"more"
     while chunk:
@@ -86,7 +86,9 @@ def _transcoded(file: IO[bytes], path: Path, encoding: str) -> Generator[bytes, 
         try:
             piece = decoder.decode(chunk, final=not chunk).encode("utf-8")
         except UnicodeError:
-            raise InputError(f"text file {path} is not {encoding} after byte {taken}; give its --encoding") from None
+            raise InputError(
+                f"text file {path} is not {encoding} after byte {taken}; use the right --encoding"
+            ) from None
         taken += len(chunk)
         yield piece
 
@@ -95,7 +97,7 @@ _OPENERS: dict[str, Callable[[Path], Any]] = {  # each returns a stream of the d
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
-    ".zst": lambda path: io.BufferedReader(_Pieces(_decompressed(path)), CHUNK),
+    ".zst": lambda path: io.BufferedReader(_Pieces(_decompress_zstandard(path)), CHUNK),
 }
 
 
@@ -115,7 +117,7 @@ def plain_stem(path: Path) -> str:
 
 
 @contextmanager
-def opened(path: Path, encoding: str | None = None) -> Iterator[IO[bytes]]:
+def open_stream(path: Path, encoding: str | None = None) -> Iterator[IO[bytes]]:
     """Open the decompressed content of a file.
 
     Args:
@@ -129,7 +131,7 @@ def opened(path: Path, encoding: str | None = None) -> Iterator[IO[bytes]]:
         try:
             file = _OPENERS[path.suffix.lower()](path) if is_compressed(path) else open(path, "rb")  # noqa: SIM115
             with file:
-                yield file if encoding is None else io.BufferedReader(_Pieces(_transcoded(file, path, encoding)), CHUNK)
+                yield file if encoding is None else io.BufferedReader(_Pieces(_transcode(file, path, encoding)), CHUNK)
         except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
             if isinstance(error, OSError) and (error.errno is not None or not is_compressed(path)):
                 raise
@@ -144,7 +146,7 @@ def head(path: Path, size: int) -> bytes:
         path: File to read.
         size: Largest number of bytes to return.
     """
-    with opened(path) as file:
+    with open_stream(path) as file:
         return file.read(size)
 
 
@@ -177,7 +179,7 @@ def size_of(path: Path, encoding: str | None = None) -> int:
     if encoding is None and not is_compressed(path):
         with os_errors(f"{path} cannot be read"):
             return path.stat().st_size
-    with opened(path, encoding) as file:
+    with open_stream(path, encoding) as file:
         return sum(len(chunk) for chunk in iter(lambda: file.read(CHUNK), b""))
 
 
@@ -193,11 +195,11 @@ def lines_of(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
     """
     for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
         if len(line) > LONGEST:
-            raise InputError(f"{path}, line {number} has more than {LONGEST >> 20} MiB; split it or remove it")
+            raise InputError(f"{path}, line {number} is longer than {LONGEST >> 20} MiB; split or remove it")
         yield number, line
 
 
-def up_to(file: IO[bytes], count: int, size: int = CHUNK) -> Iterator[bytes]:
+def read_up_to(file: IO[bytes], count: int, size: int = CHUNK) -> Iterator[bytes]:
     """Yield the next `count` bytes of a stream, or all that remain, in pieces.
 
     Args:
@@ -217,5 +219,5 @@ def skip(file: IO[bytes], count: int) -> None:
         file: Stream to read.
         count: Number of bytes.
     """
-    for _ in up_to(file, count):
+    for _ in read_up_to(file, count):
         pass

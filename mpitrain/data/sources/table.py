@@ -23,17 +23,19 @@ import numpy.typing as npt
 
 from mpitrain.data.format import ColumnSpec, DatasetManifest, FieldSpec, read_manifest
 from mpitrain.data.sources import MOST_CLASSES, Columns, PrepareOptions, Source, held_out_mask, partition, table_files
-from mpitrain.data.sources.table_files import Cell, Floats, TableFile, UnfitCell, is_missing, is_number, is_plain
+from mpitrain.data.sources.table_files import Cell, Floats, TableFile, UnfitCell, are_numbers, is_missing, is_number
 from mpitrain.errors import InputError
 
 MOST_CATEGORIES = 1024  # in a column; more of them are probably names or numbers of things
 _LARGE = 10  # a model with small initial weights learns badly from larger numbers
-_AS_IT_IS = {"shift": 0.0, "scale": 1.0}
-_EMPTY = {"fill": None, "nonfinite": True, **_AS_IT_IS}  # a missing value becomes nan
-_MISTAKES = 0.1  # largest fraction of texts in a column that still counts as one of numbers
+_UNSCALED = {"shift": 0.0, "scale": 1.0}
+_EMPTY = {"fill": None, "nonfinite": True, **_UNSCALED}  # a missing value becomes nan
+_MOST_TEXTS = 0.1  # largest fraction of texts in a column that still counts as one of numbers
 
 Labels = tuple[dict[str, int], tuple[str, ...] | None]  # number of each label and class names, or ({}, None)
-Kept = tuple[TableFile, Sequence[int], list[Sequence[Cell]], Sequence[Cell]]  # table, lines, columns' cells, labels
+TableBlock = tuple[
+    TableFile, Sequence[int], list[Sequence[Cell]], Sequence[Cell]
+]  # table, lines, cells of columns, labels
 
 
 def table_source(files: Sequence[Path], options: PrepareOptions) -> Source:
@@ -52,42 +54,44 @@ def table_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     y_dtype, value_kind = ("int32", "integer") if classes else ("float32", "float")
     y = FieldSpec(name="y", dtype=y_dtype, shape=(), given=value_kind)
     columns, notes = (lambda: tuple(table.specs)), table.notes()
-    return Source("arrays", (x, y), table.blocks, len(files), classes, notes=notes, columns=columns, found=table.found)
+    return Source(
+        "arrays", (x, y), table.blocks, len(files), classes, notes=notes, columns=columns, found=table.row_notes
+    )
 
 
 class _TableReader:
     """Reader of the chosen columns of tables, which also decides how each column is converted."""
 
     def __init__(self, files: Sequence[Path], options: PrepareOptions) -> None:
-        self._tables, self._options = [table_files.look(path) for path in files], options
+        self._tables, self._options = [table_files.open_table(path) for path in files], options
         first = self._tables[0]
         for table in self._tables[1:]:
             if (table.header, table.columns) != (first.header, first.columns):
-                raise InputError(f"{table.path} has other columns than {first.path}; prepare them apart")
-        self._at = _column(first, options.label)
+                raise InputError(f"{table.path} has other columns than {first.path}; prepare each separately")
+        self._at = _find_column(first, options.label)
         self._like = None if options.like is None else manifest_of_table(options.like, options)
         self._dropped, self._largest = 0, 0.0  # dropped rows, and the largest absolute value
         self._ragged: list[str] = []  # the problem of each row skipped in this pass
         if self._like is not None:
             self.specs = list(self._like.columns or ())
-            self._chosen = table_files.places(first, self.specs, "the data set of --like has")
+            self._chosen = table_files.column_numbers(first, self.specs, "the data set of --like has")
         else:
             fill = 0.0 if options.missing == "zero" else None
-            self._chosen = _chosen(first, self._at, options)
+            self._chosen = _choose_columns(first, self._at, options)
             names = [first.name(column) for column in self._chosen]
             self.specs = [ColumnSpec(name=name, fill=fill, nonfinite=options.allow_nonfinite) for name in names]
-        (self._numbers, self.classes), self._gap = self._look_at_labels()
+        (self._numbers, self.classes), self._is_missing_label = self._survey_labels()
         self._with_gaps: list[int] = []
         if options.missing or options.categories:
-            self._learn()
+            self._choose_conversions()
 
     def blocks(self, held_out: float) -> Iterator[tuple[str, Columns]]:
         """Yield (split, columns of the rows), as the `blocks` of a `Source`."""
         if self._options.missing in ("mean", "median"):
-            self._fill(held_out)
+            self._choose_fills(held_out)
         if self._options.scale:
             numbers = [number for number, spec in enumerate(self.specs) if spec.categories is None]
-            _, mean, deviation = moments(self._trained(numbers, _AS_IT_IS, held_out), len(numbers))
+            _, mean, deviation = moments(self._training_blocks(numbers, _UNSCALED, held_out), len(numbers))
             for number, shift, scale in zip(numbers, mean.tolist(), deviation.tolist(), strict=True):
                 self._update(number, {"shift": shift, "scale": scale or 1.0})  # a column of one value becomes 0
         self._dropped = 0
@@ -97,50 +101,55 @@ class _TableReader:
     def notes(self) -> tuple[str, ...]:
         """Return sentences about the label, and about columns of texts."""
         texts = [spec for spec in self.specs if spec.categories is not None]
-        encodings = {True: "one number each, of which one is 1", False: "numbers from 0"}
+        encodings = {True: "one number each (one-hot)", False: "numbers from 0"}
         conversions = (f"column {s.name}: {len(s.categories or ())} texts as {encodings[s.onehot]}" for s in texts)
         return (f"label: column {self._tables[0].name(self._at)}", *conversions)
 
-    def found(self) -> tuple[str, ...]:
+    def row_notes(self) -> tuple[str, ...]:
         """Return sentences about the rows that were read."""
         filled = [self.specs[number] for number in self._with_gaps if self.specs[number].fill is not None]
-        sentences = [f"column {s.name}: missing values are {self._options.missing} {s.fill:g}" for s in filled]
+        replacement = {"mean": "the mean", "median": "the median"}.get(self._options.missing or "", "zero")
+        sentences = [f"column {s.name}: missing values were replaced by {replacement}, {s.fill:g}" for s in filled]
         if self._options.missing == "drop":
             sentences.append(f"left out {self._dropped} rows with missing values")
         if self._ragged:
-            sentences.append(f"left out {len(self._ragged)} rows with other columns, such as {self._ragged[0]}")
+            sentences.append(
+                f"left out {len(self._ragged)} rows with another number of columns, such as {self._ragged[0]}"
+            )
         if self._options.scale:
-            sentences.append("columns of numbers: mean 0 and deviation 1 over the rows that are not held out")
+            sentences.append(
+                "columns of numbers were scaled to mean 0 and deviation 1, computed from the training rows"
+            )
         elif self._largest > _LARGE and self._like is None:
             sentences.append(f"numbers reach up to {self._largest:g}; most models learn better with --scale standard")
         return tuple(sentences)
 
     def _rows(self) -> Iterator[Columns]:
         classes, to_number = self.classes, (self._numbers.__getitem__ if self.classes else float)
-        for table, lines, columns, labels in self._kept():
-            x = self._encoded(self.specs, table, lines, columns)
+        for table, lines, columns, labels in self._usable_blocks():
+            x = self._encode(self.specs, table, lines, columns)
             self._largest = max(self._largest, float(np.abs(x).max(initial=0, where=np.isfinite(x))))
-            yield x, np.array([to_number(_label(cell)) for cell in labels], np.int32 if classes else np.float32)
+            yield x, np.array([to_number(_label_text(cell)) for cell in labels], np.int32 if classes else np.float32)
 
-    def _encoded(
+    def _encode(
         self, specs: Sequence[ColumnSpec], table: TableFile, lines: Sequence[int], columns: Sequence[Sequence[Cell]]
     ) -> Floats:
         try:
-            return table_files.encoded(specs, columns)
+            return table_files.encode_columns(specs, columns)
         except UnfitCell as error:
-            input_error = error.of(table, lines, specs)
+            input_error = error.to_error(table, lines, specs)
             if self._like is None:
-                self._learn()  # counts such cells, and raises the error
+                self._choose_conversions()  # counts such cells, and raises the error
             raise input_error from None
 
-    def _kept(self) -> Iterator[Kept]:
+    def _usable_blocks(self) -> Iterator[TableBlock]:
         """Yield the rows of all tables, without those that --missing drop removes."""
         for table, lines, (labels, *columns) in self._blocks([self._at, *self._chosen]):
             mask = np.ones(len(lines), np.bool_)
             if self._options.missing == "drop":
-                mask = ~np.array([self._gap(cell) for cell in labels], np.bool_)
+                mask = ~np.array([self._is_missing_label(cell) for cell in labels], np.bool_)
                 for cells in columns:
-                    if not is_plain(cells):
+                    if not are_numbers(cells):
                         mask &= ~np.array([is_missing(cell) for cell in cells], np.bool_)
             self._dropped += int((~mask).sum())
             if mask.all():
@@ -156,7 +165,7 @@ class _TableReader:
 
     # -- the label
 
-    def _look_at_labels(self) -> tuple[Labels, Any]:
+    def _survey_labels(self) -> tuple[Labels, Any]:
         """Read all labels; return their numbers and class names, and a function that recognises a missing label.
 
         If labels are numbers, words such as NA stand for a missing one; if they are texts, only an empty cell does.
@@ -166,7 +175,7 @@ class _TableReader:
         empty, dropping = [], self._options.missing == "drop"
         for table, lines, (labels,) in self._blocks([self._at]):
             for line, value in zip(lines, labels, strict=True):
-                cell = _label(value)
+                cell = _label_text(value)
                 if is_missing(value):
                     words.setdefault(cell, (table, line))
                 if not cell:
@@ -178,45 +187,47 @@ class _TableReader:
             class_names = {cell: None for cell in class_names if not is_missing(cell)}
             empty += [table.place(line) for cell, (table, line) in words.items() if cell]
         if empty and not dropping:
-            raise InputError(f"{empty[0]}: the label is empty; fill it in, or leave such rows out with --missing drop")
-        gap = is_missing if numbers else (lambda cell: not _label(cell))
-        return self._kind_of_labels(list(class_names), numbers), gap
+            raise InputError(f"{empty[0]}: the label is empty; fill it in, or skip such rows with --missing drop")
+        gap = is_missing if numbers else (lambda cell: not _label_text(cell))
+        return self._number_labels(list(class_names), numbers), gap
 
-    def _kind_of_labels(self, found: list[str], numbers: bool) -> Labels:
+    def _number_labels(self, distinct: list[str], numbers: bool) -> Labels:
         path, like = self._tables[0].path, self._like
-        if not found:
+        if not distinct:
             raise InputError(f"{path}: the label column is empty; choose another --label")
         if like is not None:
             classes = like.classes
             codes = {name: code for code, name in enumerate(classes or ())}
-            odd = next((cell for cell in found if (cell not in codes if codes else not is_number(cell))), None)
+            odd = next((cell for cell in distinct if (cell not in codes if codes else not is_number(cell))), None)
             if odd is not None:
                 known = ", ".join(map(repr, list(codes)[:8]))
-                others = f"none of the classes of --like ({known})" if codes else "no number, which those of --like are"
-                raise InputError(f"{path}: label {odd!r:.100} is {others}; mend it")
+                others = (
+                    f"not among the classes of --like ({known})" if codes else "not a number, unlike those of --like"
+                )
+                raise InputError(f"{path}: label {odd!r:.100} is {others}; fix it")
             return codes, classes
-        if numbers and not all(cell.lstrip("+-").isdecimal() for cell in found):
+        if numbers and not all(cell.lstrip("+-").isdecimal() for cell in distinct):
             return {}, None
-        if len(found) > MOST_CLASSES:
+        if len(distinct) > MOST_CLASSES:
             raise InputError(
                 f"{path}: the label column has more than {MOST_CLASSES} different values, too many for classes; "
-                "choose another --label, or write numbers to predict with a decimal point"
+                "choose another --label; to predict numbers, write them with a decimal point"
             )
-        names = sorted(found, key=int) if numbers else sorted(found)
+        names = sorted(distinct, key=int) if numbers else sorted(distinct)
         return {name: i for i, name in enumerate(names)}, tuple(names)
 
     # -- the columns
 
-    def _learn(self) -> None:
+    def _choose_conversions(self) -> None:
         """Decide how each column is converted, from a survey of all rows."""
         seen = [_ColumnSurvey() for _ in self._chosen]
-        for table, lines, columns, _ in self._kept():
+        for table, lines, columns, _ in self._usable_blocks():
             for column, cells in zip(seen, columns, strict=True):
                 column.add(table, lines, cells, self._options)
         for number, (spec, column) in enumerate(zip(self.specs, seen, strict=True)):
-            texts = column.odd > (_MISTAKES * column.cells if self._options.categories else column.cells)
+            texts = column.odd > (_MOST_TEXTS * column.cells if self._options.categories else column.cells)
             if column.odd and not texts:
-                raise self._odd(spec, column)
+                raise self._not_a_number(spec, column)
             if texts:
                 if len(column.names) > MOST_CATEGORIES:
                     raise InputError(
@@ -229,35 +240,35 @@ class _TableReader:
                 self._with_gaps.append(number)
         with_gaps = [(self.specs[number], seen[number]) for number in self._with_gaps]
         if with_gaps and not (self._options.missing or self._options.allow_nonfinite):
-            raise _refused(with_gaps)
+            raise _missing_values(with_gaps)
 
-    def _odd(self, spec: ColumnSpec, column: _ColumnSurvey) -> InputError:
+    def _not_a_number(self, spec: ColumnSpec, column: _ColumnSurvey) -> InputError:
         place, cell = column.first_odd
-        leave, holds = f"leave the column out (--drop {spec.name})", ""
-        others = f"; {column.odd} cells are like it" if column.odd > 1 else ""
+        drop, kind = f"leave the column out (--drop {spec.name})", "a number"
+        others = f" ({column.odd} such cells)" if column.odd > 1 else ""
         if table_files.value_of(cell) is not None:
-            holds, mend = " that float32 holds", f"{leave}, or take it as it is with --allow-nonfinite"
+            kind, fix = "a finite float32 number", f"{drop}, or accept such numbers with --allow-nonfinite"
         elif self._options.categories:
-            mend = f"or {leave}"
+            fix = f"or {drop}"
         else:
-            mend = f"{leave}, or have texts become numbers with --categories onehot or codes"
-        return InputError(f"{place}, column {spec.name}: {cell!r:.100} is not a number{holds}{others}; mend it, {mend}")
+            fix = f"{drop}, or encode texts with --categories onehot or codes"
+        return InputError(f"{place}, column {spec.name}: {cell!r:.100} is not {kind}{others}; fix it, {fix}")
 
-    def _fill(self, held_out: float) -> None:
+    def _choose_fills(self, held_out: float) -> None:
         """Set the mean or median of each column with missing values as their replacement."""
         numbers = self._with_gaps
         compute = moments if self._options.missing == "mean" else medians
-        counts, values, *_ = compute(self._trained(numbers, _EMPTY, held_out), len(numbers))
+        counts, values, *_ = compute(self._training_blocks(numbers, _EMPTY, held_out), len(numbers))
         for number, count, value in zip(numbers, counts, values.tolist(), strict=True):
             if not count:
                 name = self.specs[number].name
-                raise InputError(f"{self._tables[0].path}, column {name}: it is empty; leave it out (--drop {name})")
+                raise InputError(f"{self._tables[0].path}, column {name} is empty; leave it out (--drop {name})")
             self._update(number, {"fill": value})
 
     def _update(self, number: int, values: dict[str, Any]) -> None:
         self.specs[number] = self.specs[number].model_copy(update=values)
 
-    def _trained(self, numbers: Sequence[int], changed: dict[str, Any], held_out: float) -> Iterator[Floats]:
+    def _training_blocks(self, numbers: Sequence[int], changed: dict[str, Any], held_out: float) -> Iterator[Floats]:
         """Yield some columns of the rows that are not held out, in blocks.
 
         Args:
@@ -266,8 +277,8 @@ class _TableReader:
             held_out: Fraction of rows to hold out.
         """
         specs, start = [self.specs[number].model_copy(update=changed) for number in numbers], 0
-        for table, lines, columns, _ in self._kept() if numbers else ():
-            x = self._encoded(specs, table, lines, [columns[number] for number in numbers])
+        for table, lines, columns, _ in self._usable_blocks() if numbers else ():
+            x = self._encode(specs, table, lines, [columns[number] for number in numbers])
             yield x[~held_out_mask(start, len(x), held_out)]
             start += len(x)
 
@@ -287,7 +298,7 @@ class _ColumnSurvey:
         self.cells += len(cells)
         if options.categories and len(self.names) <= MOST_CATEGORIES:
             self.names.update(map(table_files.category, cells))
-        if is_plain(cells):
+        if are_numbers(cells):
             return
         for line, cell in zip(lines, cells, strict=True):
             if is_missing(cell):
@@ -298,21 +309,21 @@ class _ColumnSurvey:
                 self.first_odd = self.first_odd if self.first_odd[0] else (table.place(line), cell)
 
 
-def _refused(with_gaps: Sequence[tuple[ColumnSpec, _ColumnSurvey]]) -> InputError:
+def _missing_values(with_gaps: Sequence[tuple[ColumnSpec, _ColumnSurvey]]) -> InputError:
     (spec, column), others = with_gaps[0], len(with_gaps) - 1
-    values = "a missing value" if column.gaps == 1 else f"{column.gaps} missing values, the first here"
-    also = f" (and {others} more columns have some)" if others else ""
+    values = "a missing value" if column.gaps == 1 else f"{column.gaps} missing values, the first one here"
+    also = f" ({others} more columns have some too)" if others else ""
     return InputError(
-        f"{column.first_gap}, column {spec.name}: {values}{also}; mend it, say what to make of them with --missing "
-        f"mean, median, zero or drop, or leave the column out with --drop {spec.name}"
+        f"{column.first_gap}, column {spec.name}: {values}{also}; fill them in, choose --missing mean, median, "
+        f"zero or drop, or leave the column out with --drop {spec.name}"
     )
 
 
-def _label(cell: Cell) -> str:
+def _label_text(cell: Cell) -> str:
     return "" if cell is None else str(cell).strip()
 
 
-def _column(table: TableFile, name: str | None) -> int:
+def _find_column(table: TableFile, name: str | None) -> int:
     """Return the column of a name or number; for None, the one called label, or else the last."""
     names = table.header or ()
     if name is None:
@@ -325,11 +336,11 @@ def _column(table: TableFile, name: str | None) -> int:
     raise InputError(f"{table.path} has no column {name}; its columns are {known}")
 
 
-def _chosen(table: TableFile, at: int, options: PrepareOptions) -> list[int]:
+def _choose_columns(table: TableFile, at: int, options: PrepareOptions) -> list[int]:
     """Return the columns of x, in the order of the table."""
     if options.columns is not None and options.drop is not None:
-        raise InputError("--columns and --drop both choose columns; give one of them")
-    named = {_column(table, name) for name in options.columns or options.drop or ()}
+        raise InputError("--columns and --drop both choose columns; use only one of them")
+    named = {_find_column(table, name) for name in options.columns or options.drop or ()}
     chosen = [i for i in range(table.columns) if i != at and (i in named) == bool(options.columns)]
     if not chosen:
         raise InputError(f"{table.path}: no column is left to learn from; choose others with --columns or --drop")
@@ -401,8 +412,8 @@ def manifest_of_table(folder: Path, options: PrepareOptions) -> DatasetManifest:
     conflicts = [name for name in ("columns", "drop", "categories", "scale") if getattr(options, name) is not None]
     conflicts += ["missing"] if options.missing not in (None, "drop") else []
     if conflicts:
-        raise InputError(f"--like {folder} says what becomes of the columns; leave --{conflicts[0]} out")
+        raise InputError(f"--like {folder} defines the conversion of columns; remove --{conflicts[0]}")
     manifest = read_manifest(folder)
     if manifest.columns is None:
-        raise InputError(f"--like {folder}: that data set was not made of a table; give one that was")
+        raise InputError(f"--like {folder}: that data set was not made from a table; use one that was")
     return manifest

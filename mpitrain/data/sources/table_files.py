@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.data.folders import needing, os_errors
+from mpitrain.data.folders import os_errors, require_package
 from mpitrain.data.format import ColumnSpec
 from mpitrain.data.sources import finite
-from mpitrain.data.sources.streams import opened, plain_suffix
+from mpitrain.data.sources.streams import open_stream, plain_suffix
 from mpitrain.errors import InputError
 
 Cell = str | float | None
@@ -79,7 +79,7 @@ class TableFile:
                 blocks before and after it; the row is skipped. None: such a row raises InputError.
         """
         if not self.delimiter:
-            yield from _groups(self.path, chosen)
+            yield from _parquet_blocks(self.path, chosen)
             return
         rows = _lines(self.path, self.delimiter, skip=self.header is not None)
         while block := _block(rows, max(1, _CELLS // self.columns)):
@@ -89,16 +89,16 @@ class TableFile:
                     continue
                 problem = f"{self.path}, line {line}: {len(cells)} columns where the first line has {self.columns}"
                 if ragged is None:
-                    raise InputError(f"{problem}; mend it, or leave such rows out with --skip-bad")
+                    raise InputError(f"{problem}; fix it, or skip such rows with --skip-bad")
                 if number > start:
-                    yield _part(block[start:number], chosen)
+                    yield _columns_of(block[start:number], chosen)
                 ragged(problem)
                 start = number + 1
             if start < len(block):
-                yield _part(block[start:], chosen)
+                yield _columns_of(block[start:], chosen)
 
 
-def _part(rows: Sequence[tuple[int, list[str]]], chosen: Sequence[int]) -> tuple[list[int], list[Sequence[Cell]]]:
+def _columns_of(rows: Sequence[tuple[int, list[str]]], chosen: Sequence[int]) -> tuple[list[int], list[Sequence[Cell]]]:
     columns = list(zip(*(cells for _, cells in rows), strict=True))
     return [line for line, _ in rows], [columns[i] for i in chosen]
 
@@ -127,7 +127,7 @@ def is_table(path: Path) -> bool:
     return _TEXT_COLUMN not in schema.names or str(schema.field(_TEXT_COLUMN).type) not in ("string", "large_string")
 
 
-def look(path: Path, *, least: int = 2) -> TableFile:
+def open_table(path: Path, *, least: int = 2) -> TableFile:
     """Find the columns of a file from its beginning.
 
     Args:
@@ -142,14 +142,14 @@ def look(path: Path, *, least: int = 2) -> TableFile:
         if len(schema.names) < least:
             raise InputError(f"table {path} has one column; it needs inputs and a label")
         return TableFile(path, tuple(schema.names), len(schema.names), "")
-    with opened(path) as file:
+    with open_stream(path) as file:
         top = io.TextIOWrapper(file, "utf-8-sig", "replace").readline(_LONGEST_LINE)
     if len(top) == _LONGEST_LINE:
-        raise InputError(f"table {path}: its first line has over {_LONGEST_LINE >> 20} Mi characters; is it a table?")
+        raise InputError(f"{path}: its first line has over {_LONGEST_LINE >> 20} Mi characters; check if it is a table")
     delimiter = max(",;\t", key=top.count)
     lines = [cells for _, cells in islice(_lines(path, delimiter, skip=False), 2)]
     if not lines:
-        raise InputError(f"table {path} is empty; give a file with data")
+        raise InputError(f"table {path} is empty; use a file with data")
     head = [is_number(cell) for cell in lines[0]]
     below = [is_number(cell) for cell in lines[1]] if len(lines) > 1 else []
     has_header = not any(head) or any(
@@ -158,7 +158,7 @@ def look(path: Path, *, least: int = 2) -> TableFile:
     if len(lines[0]) < least:
         raise InputError(f"table {path} has one column; it needs numbers and a label, separated by , ; or tab")
     if has_header and len(lines) < 2:
-        raise InputError(f"table {path} has a header and no rows; give a file with data")
+        raise InputError(f"table {path} has a header but no rows; use a file with data")
     header = tuple(cell.strip() for cell in lines[0]) if has_header else None
     return TableFile(path, header, len(lines[0]), delimiter)
 
@@ -195,7 +195,7 @@ def _lines(path: Path, delimiter: str, *, skip: bool) -> Iterator[tuple[int, lis
                 raise csv.Error(f"a row of more than {_LONGEST_LINE >> 20} Mi characters")
             yield line
 
-    with opened(path) as file:
+    with open_stream(path) as file:
         reader = csv.reader(bounded(io.TextIOWrapper(file, "utf-8-sig", newline="")), delimiter=delimiter)
         try:
             for cells in reader:
@@ -204,12 +204,12 @@ def _lines(path: Path, delimiter: str, *, skip: bool) -> Iterator[tuple[int, lis
                     yield reader.line_num, cells
                 skip = skip and not cells
         except csv.Error as error:
-            raise InputError(f"{path}, line {reader.line_num}: not CSV ({error}); mend it") from None
+            raise InputError(f"{path}, line {reader.line_num} is not valid CSV ({error}); fix it") from None
         except UnicodeDecodeError:
-            raise InputError(f"table {path} is not UTF-8 after line {reader.line_num}; convert it") from None
+            raise InputError(f"table {path} is not UTF-8 after line {reader.line_num}; convert it to UTF-8") from None
 
 
-def _groups(path: Path, chosen: Sequence[int]) -> Blocks:
+def _parquet_blocks(path: Path, chosen: Sequence[int]) -> Blocks:
     from pyarrow import types
 
     schema, start = parquet_schema(path), 1
@@ -248,9 +248,9 @@ def parquet_columns(path: Path, names: Sequence[str], rows: int) -> Iterator[lis
 
 
 def _parquet(path: Path) -> Any:
-    with needing(f"{path} needs", "pyarrow"):
+    with require_package(f"{path} needs", "pyarrow"):
         from pyarrow import parquet
-    with _arrow_errors(path, "not a whole Parquet file"):
+    with _arrow_errors(path, "not a complete Parquet file"):
         return parquet.ParquetFile(path)
 
 
@@ -277,7 +277,7 @@ def width(specs: Sequence[ColumnSpec]) -> int:
     return sum(spec.width for spec in specs)
 
 
-def encoded(specs: Sequence[ColumnSpec], columns: Sequence[Sequence[Cell]]) -> Floats:
+def encode_columns(specs: Sequence[ColumnSpec], columns: Sequence[Sequence[Cell]]) -> Floats:
     """Convert cells to rows of x.
 
     Args:
@@ -301,7 +301,7 @@ def encoded(specs: Sequence[ColumnSpec], columns: Sequence[Sequence[Cell]]) -> F
             codes = np.array([code_of.get(category(cell), -1) for cell in cells], np.int64)
             if (codes < 0).any():
                 row, known = int((codes < 0).argmax()), ", ".join(map(repr, spec.categories[:8]))
-                what = f"{category(cells[row])!r:.100} is none of the column's values ({known})"
+                what = f"{category(cells[row])!r:.100} is not among the values of this column ({known})"
                 raise UnfitCell(number, row, what)
             if spec.onehot:
                 x[np.arange(len(cells)), at + codes] = 1
@@ -323,27 +323,29 @@ def rows_of_table(path: Path, specs: Sequence[ColumnSpec], unfit: Unfit | None =
     Raises:
         InputError: A column is missing; or a row does not fit, and `unfit` is None.
     """
-    table = look(path, least=1)
-    for first, lines, columns in _numbered(table, places(table, specs, "the model was trained with"), unfit):
-        for result in _fitting(specs, columns, range(len(lines))):
+    table = open_table(path, least=1)
+    for first, lines, columns in _numbered_blocks(
+        table, column_numbers(table, specs, "the model was trained with"), unfit
+    ):
+        for result in _encode_fitting_rows(specs, columns, range(len(lines))):
             if not isinstance(result, UnfitCell):
                 yield result
             elif unfit is None:
-                raise result.of(table, lines, specs)
+                raise result.to_error(table, lines, specs)
             else:
-                unfit(first + result.row, result.told(table, lines, specs))
+                unfit(first + result.row, result.describe(table, lines, specs))
 
 
-def _numbered(
+def _numbered_blocks(
     table: TableFile, chosen: Sequence[int], unfit: Unfit | None
 ) -> Iterator[tuple[int, Sequence[int], list[Sequence[Cell]]]]:
     """Yield blocks of a table with the number of their first row, from 0; rows with other columns go to `unfit`."""
     first = 0
 
-    def ragged(told: str) -> None:
+    def ragged(problem: str) -> None:
         nonlocal first
         assert unfit is not None
-        unfit(first, told)
+        unfit(first, problem)
         first += 1
 
     for lines, columns in table.blocks(chosen, ragged if unfit is not None else None):
@@ -362,31 +364,31 @@ def cells_of_table(path: Path, names: Sequence[str], without: Container[int]) ->
     Raises:
         InputError: There is no such column.
     """
-    table = look(path, least=1)
+    table = open_table(path, least=1)
     results: list[list[Cell]] = [[] for _ in names]
-    chosen = places(table, [ColumnSpec(name=name) for name in names], "--keep names")
-    for first, _, columns in _numbered(table, chosen, lambda row, told: None):
+    chosen = column_numbers(table, [ColumnSpec(name=name) for name in names], "--keep names")
+    for first, _, columns in _numbered_blocks(table, chosen, lambda row, problem: None):
         for target, cells in zip(results, columns, strict=True):
             target += [cell for number, cell in enumerate(cells, first) if number not in without]
     return dict(zip(names, results, strict=True))
 
 
-def _fitting(
+def _encode_fitting_rows(
     specs: Sequence[ColumnSpec], columns: Sequence[Sequence[Cell]], rows: range
 ) -> Iterator[Floats | UnfitCell]:
     """Yield x of the rows that fit, in pieces, and the error of each row that does not, in order."""
     try:
-        yield encoded(specs, [cells[rows.start : rows.stop] for cells in columns])
+        yield encode_columns(specs, [cells[rows.start : rows.stop] for cells in columns])
     except UnfitCell as error:
         middle = (rows.start + rows.stop) // 2
         if middle == rows.start:
             yield UnfitCell(error.column, rows.start, error.what)
             return
-        yield from _fitting(specs, columns, range(rows.start, middle))
-        yield from _fitting(specs, columns, range(middle, rows.stop))
+        yield from _encode_fitting_rows(specs, columns, range(rows.start, middle))
+        yield from _encode_fitting_rows(specs, columns, range(middle, rows.stop))
 
 
-def places(table: TableFile, specs: Sequence[ColumnSpec], why: str) -> list[int]:
+def column_numbers(table: TableFile, specs: Sequence[ColumnSpec], why: str) -> list[int]:
     """Return the numbers of a table's columns that have the names of `specs`, in their order.
 
     Args:
@@ -417,7 +419,7 @@ class UnfitCell(ValueError):
         super().__init__(what)
         self.column, self.row, self.what = column, row, what
 
-    def told(self, table: TableFile, lines: Sequence[int], specs: Sequence[ColumnSpec]) -> str:
+    def describe(self, table: TableFile, lines: Sequence[int], specs: Sequence[ColumnSpec]) -> str:
         """Return the problem and its place.
 
         Args:
@@ -427,7 +429,7 @@ class UnfitCell(ValueError):
         """
         return f"{table.place(lines[self.row])}, column {specs[self.column].name}: {self.what}"
 
-    def of(self, table: TableFile, lines: Sequence[int], specs: Sequence[ColumnSpec]) -> InputError:
+    def to_error(self, table: TableFile, lines: Sequence[int], specs: Sequence[ColumnSpec]) -> InputError:
         """Return an InputError that names the place.
 
         Args:
@@ -435,7 +437,7 @@ class UnfitCell(ValueError):
             lines: Line numbers of the rows of the block.
             specs: Conversion of the columns, with their names.
         """
-        return InputError(f"{self.told(table, lines, specs)}; mend it")
+        return InputError(f"{self.describe(table, lines, specs)}; fix it")
 
 
 def _numbers(spec: ColumnSpec, cells: Sequence[Cell], column: int) -> npt.NDArray[np.float64]:
@@ -453,7 +455,9 @@ def _numbers(spec: ColumnSpec, cells: Sequence[Cell], column: int) -> npt.NDArra
     wrong = ~finite(values)
     if wrong.any() and not spec.nonfinite:
         row = int(wrong.argmax())
-        raise UnfitCell(column, row, "empty" if is_missing(cells[row]) else f"{cells[row]!r} is not a number")
+        raise UnfitCell(
+            column, row, "the cell is empty" if is_missing(cells[row]) else f"{cells[row]!r} is not a number"
+        )
     return values
 
 
@@ -464,7 +468,7 @@ def category(cell: Cell) -> str:
     return cell.strip() if isinstance(cell, str) else str(cell)
 
 
-def is_plain(cells: Sequence[Cell]) -> bool:
+def are_numbers(cells: Sequence[Cell]) -> bool:
     """Return True if all cells are numbers within the range of float32, which is the usual case and tested fast."""
     try:
         values = np.array(list(map(float, cells)), np.float64)  # type: ignore[arg-type]

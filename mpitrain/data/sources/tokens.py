@@ -34,7 +34,7 @@ from mpitrain.data.sources import Block, PrepareOptions, Source, held_out_mask, 
 from mpitrain.data.sources.arrays import npy_header
 from mpitrain.data.sources.documents import splits_by_name
 from mpitrain.data.sources.encoder import NO_END, end_of_vocabulary, load_tokenizer, smallest_dtype
-from mpitrain.data.sources.streams import CHUNK, opened, plain_stem, plain_suffix, size_of, skip, up_to
+from mpitrain.data.sources.streams import CHUNK, open_stream, plain_stem, plain_suffix, read_up_to, size_of, skip
 from mpitrain.errors import InputError
 
 Tokens = np.ndarray[Any, Any]
@@ -47,7 +47,7 @@ def is_tokens(path: Path) -> bool:
     suffix = plain_suffix(path)
     if suffix == ".npy" and plain_stem(path) not in _LABELS:
         try:
-            shape, dtype = _header(path)
+            shape, dtype = _read_header(path)
         except InputError:
             return False  # `arrays` reports the problem
         return len(shape) == 1 and dtype.kind in "iu"
@@ -66,13 +66,13 @@ def tokens_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """
     pairs, flats = pairs_of(files)
     if pairs and flats:
-        raise InputError(f"sources {pairs[0].index} and {flats[0]} are of different kinds; prepare them apart")
+        raise InputError(f"sources {pairs[0].index} and {flats[0]} are of different kinds; prepare each separately")
     if pairs and options.dtype:
-        raise InputError(f"--dtype is for flat files, and {pairs[0].index} says its own; leave it out")
-    vocabulary, end = _facts(options)
+        raise InputError(f"--dtype is for flat files of tokens, but {pairs[0].index} defines its own; remove it")
+    vocabulary, end = _vocabulary_and_end(options)
     if end is None and options.end_token is None and pairs:
         end = common_end(pairs)
-    forms = [_form(path, options.dtype) for path in flats]
+    forms = [_dtype_and_length(path, options.dtype) for path in flats]
     stored = np.result_type(*(pair.dtype for pair in pairs), *(dtype for dtype, _ in forms))
     dtype = smallest_dtype(vocabulary) if vocabulary else stored.name if stored.kind == "u" else "uint32"
     most = vocabulary or min(_LARGEST, np.iinfo(dtype).max + 1)
@@ -80,13 +80,13 @@ def tokens_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     def blocks(held_out: float) -> Iterator[Block]:
         pieces = _documents(pairs, held_out, end) if pairs else _flat_blocks(flats, forms, held_out)
         for split, tokens, path, start in pieces:
-            _check(tokens, most, path, start)
+            _check_tokens(tokens, most, path, start)
             yield split, (tokens.astype(dtype),)
 
     return token_source(2 * len(pairs) + len(flats), blocks, options, dtype, vocabulary, end)
 
 
-def _facts(options: PrepareOptions) -> tuple[int | None, int | None]:
+def _vocabulary_and_end(options: PrepareOptions) -> tuple[int | None, int | None]:
     """Return the size of the vocabulary and the end token, each None if unknown."""
     vocabulary, named = options.vocabulary, options.end_token
     end = int(named) if named is not None and named.isdecimal() else None
@@ -95,29 +95,32 @@ def _facts(options: PrepareOptions) -> tuple[int | None, int | None]:
         vocabulary = vocabulary or max(known.values()) + 1
         end = end_of_vocabulary(known, named, options.tokenizer) if end is None else end
     elif end is None and named not in (None, NO_END):
-        raise InputError(f"--end-token {named} is a name; give --tokenizer too, or the token's number")
+        raise InputError(f"--end-token {named} is a name; add the --tokenizer, or use the token's number")
     if vocabulary is not None and end is not None and end >= vocabulary:
-        raise InputError(f"--end-token {end} is beyond the vocabulary of {vocabulary}; give one below")
+        raise InputError(f"--end-token {end} is outside the vocabulary of {vocabulary}; use a smaller number")
     return vocabulary, end
 
 
-def _check(tokens: Tokens, most: int, path: Path, start: int) -> None:
+def _check_tokens(tokens: Tokens, most: int, path: Path, start: int) -> None:
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < most:
         at = int(np.flatnonzero((tokens < 0) | (tokens >= most))[0])
         raise InputError(
-            f"{path}, token {start + at}: {int(tokens[at])} is not in a vocabulary of {most:,}; give the --tokenizer "
-            "or the --dtype that it was made with"
+            f"{path}, token {start + at}: {int(tokens[at])} is not in a vocabulary of {most:,}; use the --tokenizer "
+            "or the --dtype that the file was made with"
         )
 
 
-def _form(path: Path, given: str | None) -> tuple[np.dtype[Any], int]:
+def _dtype_and_length(path: Path, dtype_name: str | None) -> tuple[np.dtype[Any], int]:
     """Return the dtype and the number of the tokens in a flat file."""
     if plain_suffix(path) == ".npy":
-        shape, dtype = _header(path)
+        shape, dtype = _read_header(path)
         return dtype, shape[0]
-    dtype, size = np.dtype(given or "uint16").newbyteorder("<"), size_of(path)
+    dtype, size = np.dtype(dtype_name or "uint16").newbyteorder("<"), size_of(path)
     if size % dtype.itemsize:
-        raise InputError(f"{path} has {size:,} bytes, which are no whole numbers of {dtype.name}; give its --dtype")
+        raise InputError(
+            f"{path} has {size:,} bytes, which is not a multiple of {dtype.itemsize}, the size of {dtype.name}; set "
+            "--dtype to the type of its tokens"
+        )
     return dtype, size // dtype.itemsize
 
 
@@ -129,7 +132,7 @@ def _flat_blocks(
     cut = round(sum(length for _, length in forms) * (1 - held_out))
     for path, (dtype, length) in zip(files, forms, strict=True):
         done = 0
-        for tokens in _flat(path, dtype):
+        for tokens in _read_flat(path, dtype):
             inside = len(tokens) if splits else min(max(0, cut - done), len(tokens))
             split = splits[path] if splits else TRAIN
             if inside:
@@ -142,8 +145,8 @@ def _flat_blocks(
         cut -= length
 
 
-def _flat(path: Path, dtype: np.dtype[Any]) -> Iterator[Tokens]:
-    with opened(path) as file:
+def _read_flat(path: Path, dtype: np.dtype[Any]) -> Iterator[Tokens]:
+    with open_stream(path) as file:
         if plain_suffix(path) == ".npy":
             npy_header(file, f"array {path}")
         rest = b""
@@ -155,8 +158,8 @@ def _flat(path: Path, dtype: np.dtype[Any]) -> Iterator[Tokens]:
             rest = rest[whole:]
 
 
-def _header(path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    with opened(path) as file:
+def _read_header(path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    with open_stream(path) as file:
         shape, _, dtype = npy_header(file, f"array {path}")
     return shape, dtype
 
@@ -190,7 +193,7 @@ def _documents(pairs: Sequence[Pair], held_out: float, end: int | None) -> Itera
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<QBQQ")
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-_LOOKED_AT = 1000  # documents whose last token is compared
+_DOCUMENTS_COMPARED = 1000  # documents whose last token is compared
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,25 +237,25 @@ def _read_slices(path: Path, places: Iterable[tuple[int, int]]) -> Iterator[byte
     A file that is not seekable, such as a compressed one, is opened again for an earlier offset.
     """
     with ExitStack() as stack:
-        file, at = stack.enter_context(opened(path)), 0
+        file, at = stack.enter_context(open_stream(path)), 0
         for offset, count in places:
             if file.seekable():
                 file.seek(offset)
             else:
                 if offset < at:
                     stack.close()
-                    file, at = stack.enter_context(opened(path)), 0
+                    file, at = stack.enter_context(open_stream(path)), 0
                 skip(file, offset - at)
             data = file.read(count)
             at = offset + len(data)
             if len(data) != count:
-                raise InputError(f"{path} ends too early for its .idx; restore both files")
+                raise InputError(f"{path} is shorter than its .idx says; restore both files")
             yield data
 
 
 def is_index(path: Path) -> bool:
     """Return True if a file begins like an index of Megatron-LM."""
-    with opened(path) as file:
+    with open_stream(path) as file:
         return file.read(len(_MAGIC)) == _MAGIC
 
 
@@ -267,7 +270,7 @@ def pairs_of(files: Sequence[Path]) -> tuple[list[Pair], list[Path]]:
         index, data = _sibling(path, ".bin", ".idx"), _sibling(path, ".idx", ".bin")
         if plain_suffix(path) == ".idx":
             if data is None:
-                raise InputError(f"{path} has no .bin of the same name beside it; give both files")
+                raise InputError(f"{path} needs a .bin of the same name in its folder; put it there")
             indices[path] = data
         elif plain_suffix(path) == ".bin" and index is not None and is_index(index):
             indices[index] = path
@@ -294,7 +297,7 @@ def common_end(pairs: Sequence[Pair]) -> int | None:
     ends: set[int] = set()
     count = 0
     for pair in pairs:
-        for document, _ in zip(pair.read(), range(_LOOKED_AT - count), strict=False):
+        for document, _ in zip(pair.read(), range(_DOCUMENTS_COMPARED - count), strict=False):
             if len(document):
                 ends.add(int(document[-1]))
                 count += 1
@@ -304,14 +307,14 @@ def common_end(pairs: Sequence[Pair]) -> int | None:
 
 
 def _read_index(index: Path, data: Path) -> Pair:
-    with opened(index) as file:
+    with open_stream(index) as file:
         head = file.read(len(_MAGIC) + _HEADER.size)
         if not head.startswith(_MAGIC) or len(head) < len(_MAGIC) + _HEADER.size:
-            raise InputError(f"{index} is not an index of Megatron's; restore that file")
+            raise InputError(f"{index} is not an index file of Megatron-LM; restore it")
         version, code, sequences, borders = _HEADER.unpack_from(head, len(_MAGIC))
         if version != 1 or code not in _DTYPES:
-            raise InputError(f"{index} has version {version} and type {code} of tokens; give version 1 with integers")
-        content = b"".join(up_to(file, 12 * sequences + 8 * borders))
+            raise InputError(f"{index} has version {version} and token type {code}; use version 1 with integer tokens")
+        content = b"".join(read_up_to(file, 12 * sequences + 8 * borders))
     if len(content) < 12 * sequences + 8 * borders:
         raise InputError(f"{index} ends too early; restore that file")
     lengths = np.frombuffer(content, "<i4", sequences)
@@ -321,5 +324,5 @@ def _read_index(index: Path, data: Path) -> Pair:
     ordered = borders > 1 and first[0] == 0 and first[-1] == sequences and bool((np.diff(first) >= 0).all())
     last = size_of(data) - lengths.astype(np.int64) * dtype.itemsize  # last possible offset; nothing overflows
     if not ordered or (lengths < 0).any() or (offsets < 0).any() or (offsets > last).any():
-        raise InputError(f"{index} and {data} do not belong together; restore both files")
+        raise InputError(f"{index} and {data} do not match; restore both files")
     return Pair(index, data, dtype, lengths, offsets, first)

@@ -33,14 +33,14 @@ from mpitrain.errors import InputError, refusal
 from mpitrain.layers.loss_terms import Count
 from mpitrain.models.losses import UNCOUNTED
 from mpitrain.models.metrics import (
-    Collected,
     Gather,
-    Judged,
     Measure,
     Metric,
-    OfScores,
+    SampleMetric,
+    ScoreMetric,
+    TargetResults,
+    compare_targets,
     fits,
-    judged,
     measures_of,
     named_measures,
 )
@@ -136,11 +136,11 @@ class Meter:
         self.metrics += metrics
         for metric in metrics:
             self.directions |= metric.directions
-        self._collected = [metric for metric in self.metrics if isinstance(metric, Collected)]
+        self._collected = [metric for metric in self.metrics if isinstance(metric, SampleMetric)]
         plain = [metric for metric in self.metrics if isinstance(metric, Metric)]
         self._summed = [metric for metric in plain if not metric.counts]
         self._counting = [metric for metric in plain if metric.counts]
-        self._top = any(isinstance(metric, OfScores) and metric.top for metric in plain)
+        self._top = any(isinstance(metric, ScoreMetric) and metric.top for metric in plain)
 
     def begin(self, like: torch.Tensor) -> None:
         """Reset all sums. like: float64 [workers, 1], on the device of the results."""
@@ -159,24 +159,24 @@ class Meter:
         shown: Any = output
         axis, classes = self._divided or (None, 0)
         if axis is not None:
-            if self._model_metrics is not None or any(isinstance(m, (UserMetric, Collected)) for m in self.metrics):
+            if self._model_metrics is not None or any(isinstance(m, (UserMetric, SampleMetric)) for m in self.metrics):
                 output = gather_scores(output, axis, classes)
             nats, guess, above = evaluate_scores(shown, y, axis, classes, top=self._top)
             right = y.reshape(-1)
-            shown = Judged(nats, guess, above, right, right != UNCOUNTED)
-        elif any(isinstance(metric, OfScores) and fits(metric, output, y) for metric in self.metrics):
-            shown = judged(output, y, top=self._top)
+            shown = TargetResults(nats, guess, above, right, right != UNCOUNTED)
+        elif any(isinstance(metric, ScoreMetric) and fits(metric, output, y) for metric in self.metrics):
+            shown = compare_targets(output, y, top=self._top)
         share = y.numel() / (len(y) * self._y_numbers) if isinstance(y, torch.Tensor) and len(y) else 1.0
         for metric in self.metrics:
             if isinstance(metric, UserMetric):
                 self._add(self._sums, metric.name, metric.sums(output, y) * share)
-            elif isinstance(metric, OfScores) and isinstance(shown, Judged):
+            elif isinstance(metric, ScoreMetric) and isinstance(shown, TargetResults):
                 if axis is not None or fits(metric, output, y):
-                    self._add(self._sums, metric.name, metric.of(shown))
+                    self._add(self._sums, metric.name, metric.target_sums(shown))
             elif isinstance(metric, Metric) and fits(metric, output, y):
                 self._add(self._sums, metric.name, metric.sums(output, y))
         for collected in self._collected if self._ends_here else ():
-            collected.see(output, y)
+            collected.update(output, y)
         if self._model_metrics is not None:
             for name, sums in _sums_of_model(self._model_metrics, output, y).items():
                 self._add(self._model_sums, name, sums * share)
@@ -331,7 +331,7 @@ def is_library_metric(value: object) -> bool:
     return module and all(callable(getattr(value, name, None)) for name in _METHODS)
 
 
-class LibraryMetric(Collected):
+class LibraryMetric(SampleMetric):
     """A torchmetrics.Metric or MetricCollection of the user.
 
     It is updated with the model's output and the targets, on the output's device. Its states are gathered from all
@@ -356,7 +356,7 @@ class LibraryMetric(Collected):
         self._metric.reset()
         self._seen = 0
 
-    def see(self, output: Any, y: Any) -> None:
+    def update(self, output: Any, y: Any) -> None:
         if isinstance(output, torch.Tensor):
             self._metric.to(output.device)
         self._call_user_code(lambda: self._metric.update(output, y))

@@ -18,7 +18,7 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import CPU, start_copy_to_host
 from mpitrain.config.learning_rate import WarmUp
 from mpitrain.errors import CheckpointError, InputError, refusal
-from mpitrain.layers.loss_terms import counted, counts_targets, nothing
+from mpitrain.layers.loss_terms import counted, counts_targets, zero_loss
 from mpitrain.layout.mesh import Mesh
 from mpitrain.trainer.device import explain_out_of_memory, to_device
 from mpitrain.trainer.engine import Engine, Loss
@@ -118,7 +118,7 @@ class TrainingEngine:
 
     def _loss_of(self, x: Any, y: Any, *, empty: bool = False) -> torch.Tensor:
         """Return the mean loss of a microbatch; if `empty`, none of its targets count."""
-        loss = self._loss if not empty else lambda output, y: nothing(output)
+        loss = self._loss if not empty else lambda output, y: zero_loss(output)
         assert loss is not None
         result: torch.Tensor = self._engine.compute(lambda x: loss(self.module(x), y), x)
         return result
