@@ -17,7 +17,7 @@ Rules:
   machine affects all of them equally. The ratios are the result; absolute times are given beside them.
 - The time of a repetition is from the first rank's start to the last rank's end. The report shows the median of all
   repetitions. The module's docstring says which data was in the caches.
-- `report.judged` creates a target: the required figure, the measured one, and whether it was met. Missed targets are
+- `report.target_of` creates a target: the required figure, the measured one, and whether it was met. Missed targets are
   shown as well.
 - `--quick` ends within seconds. It shows that the benchmark works, not how fast anything is, and judges no target.
 - A peer that may not be installed is never imported at module level. Only comm/ imports mpi4py.

@@ -15,10 +15,10 @@ from mpitrain.measuring import self_start
 _USAGE = """\
 usage: python -m benchmarks NAME [options]
        python -m benchmarks NAME --help
-       mpirun -n N python -m benchmarks NAME [options]     at N ranks only; also under srun
+       mpirun -n N python -m benchmarks NAME [options]     with N ranks only; also under srun
 
-Measures mpitrain side by side with its peers on this machine. Started plainly, it starts itself under mpirun at the
-rank counts of --ranks. Results (a table, a JSON file, a plot) are written into bench-results/.
+Compare mpitrain with other libraries on this machine. Without mpirun, the command starts itself under mpirun with each
+number of ranks in --ranks. Results (a table, a JSON file, a plot) are written into bench-results/.
 
 benchmarks:
 """
@@ -26,13 +26,13 @@ benchmarks:
 _EXAMPLES = """
 examples:
   python -m benchmarks collectives                    minutes, on an otherwise idle machine
-  python -m benchmarks collectives --device auto      on the memory of an accelerator, by each way of carrying it
-  python -m benchmarks data                           loaders side by side, and the share of a step they take
-  python -m benchmarks generate                       a minute: tokens a second beside transformers
-  python -m benchmarks step --device auto --ranks 1   tokens a second and the share of an accelerator's peak
-  python -m benchmarks waiting                        minutes: one slow rank, with servers and without
-  python -m benchmarks recording                      a minute: what a step costs that monitor.timeline records
-  python -m benchmarks strategies --ranks 4           minutes: one model by DDP, ZeRO, pipeline, tensor and peers
+  python -m benchmarks collectives --device auto      on the memory of an accelerator, with each transport
+  python -m benchmarks data                           data loaders, and the share of a step that they take
+  python -m benchmarks generate                       a minute: tokens per second, compared with transformers
+  python -m benchmarks step --device auto --ranks 1   tokens per second, and share of an accelerator's peak
+  python -m benchmarks waiting                        minutes: one slow rank, with and without servers
+  python -m benchmarks recording                      a minute: the cost of recording a step (monitor.timeline)
+  python -m benchmarks strategies --ranks 4           minutes: one model with DDP, ZeRO, pipeline, tensor, peers
   python -m benchmarks step                           a quarter of an hour, with the memory of each contender
 """
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     modules = _modules()
     if name not in modules:
         if early.is_first_rank():
-            print(f"mpitrain: there is no benchmark {name!r}; there are {', '.join(sorted(modules))}", file=sys.stderr)
+            print(f"mpitrain: there is no benchmark {name!r}; use one of {', '.join(sorted(modules))}", file=sys.stderr)
         return EXIT_BAD_INPUT
     return self_start.run_command(lambda: int(importlib.import_module(modules[name][0]).main(rest)))
 

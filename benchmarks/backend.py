@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.runner.jobs import BenchmarkParser, run, summaries, timed
-from benchmarks.runner.peers import fully_sharded, gloo, of_torch, require_alike
-from benchmarks.runner.report import MIB, Panel, Report, ReportTable, judged, milliseconds, ratio
+from benchmarks.runner.peers import fully_sharded, gloo, require_equal, torch_training
+from benchmarks.runner.report import MIB, Panel, Report, ReportTable, milliseconds, ratio, target_of
 from mpitrain.comm import Communicator
 from mpitrain.models.gpt import GPT
 from mpitrain.models.losses import cross_entropy
@@ -31,14 +31,14 @@ from mpitrain.speeds.timing import Contender
 SIZES = (1, 4, 16, 64)  # MiB
 TOKENS = ((1, 128), (4, 128))  # (samples per rank, tokens per sample)
 VOCABULARY, LAYERS, WIDTH, HEADS = 512, 6, 512, 8
-WANTED = {"all_reduce": 3.0, "DDP": 1.0, "FSDP2": 1.5}  # target: times as fast as gloo
+WANTED = {"all_reduce": 3.0, "DDP": 1.0, "FSDP2": 1.5}  # target: speed relative to gloo
 _CHECKED = 3  # steps whose losses are compared
 _AGREE = 1e-3  # largest relative difference of losses
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
-    what = "PyTorch's DDP, FSDP2 and all_reduce over our backend against gloo."
+    what = "Compare PyTorch's DDP, FSDP2 and all_reduce over our backend with gloo."
     parser = BenchmarkParser("backend", what, "2,4", repeats=21, seconds=60.0, of="one comparison", quick=(5, 60.0))
     return run(parser, measure, report, arguments)
 
@@ -70,7 +70,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
                 torch.manual_seed(1)
                 model = GPT(VOCABULARY, LAYERS, WIDTH, HEADS)
                 steps = {b: _step(wrap(copy.deepcopy(model), group), samples, tokens) for b, group in groups.items()}
-                require_alike({b: [step() for _ in range(_CHECKED)] for b, step in steps.items()}, _AGREE)
+                require_equal({b: [step() for _ in range(_CHECKED)] for b, step in steps.items()}, _AGREE)
                 compare(f"{kind} {samples} x {tokens}", dict(steps))
     return result
 
@@ -96,7 +96,7 @@ def _step(model: nn.Module, samples: int, tokens: int) -> Callable[[], float]:
     """Return a function that takes one training step on this rank's own samples and returns the loss."""
     source = torch.Generator().manual_seed(dist.get_rank())
     data = torch.randint(VOCABULARY, (samples, tokens + 1), generator=source)
-    training = of_torch(model, cross_entropy, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4))
+    training = torch_training(model, cross_entropy, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4))
 
     def step() -> float:
         loss = training.gradients(data[:, :-1], data[:, 1:])
@@ -122,12 +122,12 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
         for name, times in result.items():
             rows.append((name, *milliseconds(times).values(), ratio(times, "gloo", "mpitrain")))
         columns = ("operation or step", "mpitrain", "gloo", "gloo / mpitrain")
-        note = "Milliseconds, median; a step: samples x tokens a rank."
+        note = "Median milliseconds; steps are named by samples x tokens per rank."
         tables.append(ReportTable(f"{ranks} ranks", columns, rows, note))
         for kind, least_factor in WANTED.items():
             least = min(faster for name, *_, faster in rows if name.split()[0] == kind)
-            what = f"{ranks} ranks: {kind}, as fast as over gloo, worst case"
-            targets.append(judged(what, least, least=least_factor, where=" times"))
+            what = f"{ranks} ranks: {kind}, speed relative to gloo, worst case"
+            targets.append(target_of(what, least, least=least_factor, where=" times"))
         bars = {name: faster for name, *_, faster in rows}
-        panels.append(Panel(f"{ranks} ranks", "times as fast as gloo", bars, mark=1))
+        panels.append(Panel(f"{ranks} ranks", "speed relative to gloo", bars, mark=1))
     return Report("PyTorch over our backend and over gloo", tables, targets, [panels])

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.runner.jobs import BenchmarkParser, run, timed
 from benchmarks.runner.peers import gloo
-from benchmarks.runner.report import Report, ReportTable, judged
+from benchmarks.runner.report import Report, ReportTable, target_of
 from mpitrain.checkpoint import Part, Store, TensorSpec
 from mpitrain.comm import Communicator
 from mpitrain.layout.boxes import Box, Piece
@@ -40,8 +40,8 @@ _SAVES = (_RAW, _OURS, _DCP, _TORCH)
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
     parser = BenchmarkParser("checkpoint", __doc__ or "", "1,2", repeats=9, quick=(2, math.inf))
-    parser.number("mb", 256, "MiB of state, all ranks together", quick=16, metavar="MB")
-    parser.add("dir", type=Path, metavar="DIR", help="where to write [a temporary folder in --out]")
+    parser.number("mb", 256, "MiB of state of all ranks together", quick=16, metavar="MB")
+    parser.add("dir", type=Path, metavar="DIR", help="folder for the files [a temporary folder in --out]")
     return run(parser, measure, report, arguments)
 
 
@@ -179,15 +179,15 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
         ]
         rows += [(name, of * 1e3, mib / of, None) for name, of in median.items() if name not in _SAVES]
         columns, title = ("what", "ms (median)", "MiB/s", "of raw"), f"{ranks} rank(s), {mib:.0f} MiB"
-        tables.append(ReportTable(title, columns, rows, f"Ours hash with {result['hashes']}."))
+        tables.append(ReportTable(title, columns, rows, f"Our files are hashed with {result['hashes']}."))
         for what, over, under, target in (
-            ("saving speed to raw writing", _RAW, _OURS, 0.9),
-            ("saving speed to torch.distributed.checkpoint", _DCP, _OURS, 2),
-            ("loading speed to torch.distributed.checkpoint", f"load {_DCP}", f"load {_OURS}", 2),
+            ("saving speed relative to raw writing", _RAW, _OURS, 0.9),
+            ("saving speed relative to torch.distributed.checkpoint", _DCP, _OURS, 2),
+            ("loading speed relative to torch.distributed.checkpoint", f"load {_DCP}", f"load {_OURS}", 2),
         ):
-            targets.append(judged(f"{what}, {ranks} rank(s)", median[over] / median[under], least=target))
-        what = f"stall of a background save to one memory copy, {ranks} rank(s)"
-        targets.append(judged(what, median[_STALL] / median[_COPY], most=1.5))
+            targets.append(target_of(f"{what}, {ranks} rank(s)", median[over] / median[under], least=target))
+        what = f"stall of a background save relative to one memory copy, {ranks} rank(s)"
+        targets.append(target_of(what, median[_STALL] / median[_COPY], most=1.5))
     return Report("Checkpoints", tables, targets)
 
 

@@ -43,12 +43,12 @@ import torch.distributed as dist
 
 from benchmarks.runner.jobs import BenchmarkParser, asked_for_device, run, say, summaries, timed
 from benchmarks.runner.peers import PlainCollectives, gloo
-from benchmarks.runner.report import Panel, Report, ReportTable, ReportTarget, judged, ratio
+from benchmarks.runner.report import Panel, Report, ReportTable, ReportTarget, ratio, target_of
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as hardware
 from mpitrain.errors import InputError
 from mpitrain.measuring.self_start import byte_sizes
-from mpitrain.measuring.tune import contenders, in_arena, zeros
+from mpitrain.measuring.tune import in_arena, make_contenders, zeros
 from mpitrain.speeds.timing import Contender
 from mpitrain.storage.text import bytes_text
 
@@ -80,12 +80,12 @@ Result = dict[str, Any]  # result of `measure` at one rank count
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
-    what, of = "Collectives against the MPI library's own, gloo and memcpy.", "one operation at one size"
-    few = "collectives of one rank do nothing"
+    what, of = "Compare collectives with those of the MPI library, gloo and memcpy.", "one operation at one size"
+    few = "collectives need several ranks"
     parser = BenchmarkParser("collectives", what, repeats=21, seconds=8.0, of=of, quick=(5, 0.3), too_few=few)
-    parser.add("sizes", type=byte_sizes, metavar="S,S", help="bytes of a vector, such as 16,64Ki,4Mi [16 to 64Mi]")
-    parser.device("where the vectors lie")
-    ways = "of device memory: staged, mpi, peer, nccl [all possible]"
+    parser.add("sizes", type=byte_sizes, metavar="S,S", help="bytes of a vector, for example 16,64Ki,4Mi [16 to 64Mi]")
+    parser.device("device that holds the vectors")
+    ways = "transports of device memory: staged, mpi, peer, nccl [all available ones]"
     parser.names("way", WAYS, ways, noun="way")
     return run(parser, measure, report, arguments)
 
@@ -128,7 +128,7 @@ def _all_reduces(world: Communicator, mpi: PlainCollectives, size: int) -> Itera
     numel = size // 4
     mine, theirs, gloos, source, dest = (zeros(numel) for _ in range(5))
     with in_arena(world, numel) as arena:
-        yield contenders(
+        yield make_contenders(
             size,
             arena=partial(world.all_reduce, arena.tensor),
             tensor=partial(world.all_reduce, mine),
@@ -161,10 +161,10 @@ def _of_blocks(world: Communicator, mpi: PlainCollectives, operation: str, size:
         x = arena.tensor
         if operation == "all_gather":
             block = x[world.rank * each : (world.rank + 1) * each]
-            yield contenders(size, arena=partial(world.all_gather, x, block), library=mpi.all_gather(theirs))
+            yield make_contenders(size, arena=partial(world.all_gather, x, block), library=mpi.all_gather(theirs))
         else:
             library = mpi.reduce_scatter(zeros(each), theirs)
-            yield contenders(size, arena=partial(world.reduce_scatter, zeros(each), x), library=library)
+            yield make_contenders(size, arena=partial(world.reduce_scatter, zeros(each), x), library=library)
 
 
 # -- the report ----------------------------------------------------------------------------------------------
@@ -223,14 +223,14 @@ def _targets(ranks: int, result: Result) -> list[ReportTarget]:
         Args:
             what: Name of the ratio.
             values: Ratio by vector size.
-            **bounds: `least` or `most`, see `judged`.
+            **bounds: `least` or `most`, see `target_of`.
         """
         what, where = f"{ranks} ranks: {what}", " at each size"
         if not values:
-            return judged(what, None, where=where, **bounds)
+            return target_of(what, None, where=where, **bounds)
         worst = (max if "most" in bounds else min)(values, key=values.__getitem__)
         text = f"{values[worst]:.2f} at {bytes_text(worst)} (mean {geometric_mean(values.values()):.2f})"
-        return judged(what, values[worst], text=text, where=where, **bounds)
+        return target_of(what, values[worst], text=text, where=where, **bounds)
 
     over = partial(ratios, result)
     if result["nodes"] > 1:
@@ -244,7 +244,8 @@ def _targets(ranks: int, result: Result) -> list[ReportTarget]:
         mean = geometric_mean(values.values()) if values else None
         worst = min(values, key=values.__getitem__, default=0)
         text = f"{mean:.2f} (least {values[worst]:.2f} at {bytes_text(worst)})" if values else None
-        targets.append(judged(f"{ranks} ranks: {what}, from {bytes_text(compared[-1])}", mean, least=least, text=text))
+        title = f"{ranks} ranks: {what}, from {bytes_text(compared[-1])}"
+        targets.append(target_of(title, mean, least=least, text=text))
     copied = over("all_reduce", "arena", "memcpy", 4 * MIB)
     small = over("all_reduce", "library", "tensor", 64 * KIB)
     return [
@@ -268,7 +269,7 @@ def _overhead(ranks: int, result: Result) -> ReportTarget:
     worst = max(more, key=more.__getitem__, default=0)
     text = f"{more[worst]:.1f} µs at {bytes_text(worst)}" if more else None
     what = f"{ranks} ranks: {_TENSOR}, ours - library, below 64 KiB"
-    return judged(what, more.get(worst), most=10, text=text, where=" µs")
+    return target_of(what, more.get(worst), most=10, text=text, where=" µs")
 
 
 def _table(title: str, measured: Result, shown: Mapping[str, str], *compared: tuple[str, str]) -> ReportTable:
@@ -298,7 +299,7 @@ def _times_panel(ranks: int, result: Result) -> Panel:
 def _relative_panel(ranks: int, result: Result) -> Panel:
     relative = {name: ratios(result, "all_reduce", name, "arena") for name in ("library", "gloo", "memcpy")}
     lines = {name: (list(values), list(values.values())) for name, values in relative.items()}
-    return Panel("", "times as long as ours in an arena", lines=lines, across="bytes", log=True, mark=1)
+    return Panel("", "time relative to ours in an arena", lines=lines, across="bytes", log=True, mark=1)
 
 
 # -- memory of a device --------------------------------------------------------------------------------------
@@ -321,10 +322,10 @@ def measure_on_device(world: Communicator, options: argparse.Namespace, sizes: S
     device = hardware.of_rank(options.device, world.local_rank)
     hardware.use(device)
     obstacles = {way.name: way.obstacle for way in world.device_ways(device)}
-    ways = [way for way in WAYS if way in (options.way or WAYS) and not obstacles.get(way, "it was not looked at")]
+    ways = [way for way in WAYS if way in (options.way or WAYS) and not obstacles.get(way, "it was not checked")]
     if not ways:
         reasons = "; ".join(f"{name}: {why}" for name, why in obstacles.items() if why)
-        raise InputError(f"none of the ways asked for is possible here ({reasons}); leave --way out", agreed=True)
+        raise InputError(f"none of the requested transports is available here ({reasons}); omit --way", agreed=True)
     result: dict[str, Any] = {"device": hardware.name(device), "obstacles": obstacles, "sizes": list(sizes)}
     with _communicators(world, device, ways) as carried:
         for operation in _OPERATIONS:
@@ -396,7 +397,7 @@ def report_on_device(results: dict[int, Result]) -> Report:
     """Return the report on device memory, with tables and targets; `results` are by number of ranks."""
     tables = [_device_table(ranks, operation, result) for ranks, result in results.items() for operation in _OPERATIONS]
     targets = [
-        judged(
+        target_of(
             f"{ranks} ranks: staged all_reduce / the slower of copies and host, from 1 MiB",
             geometric_mean(over) if over else None,
             most=_STAGED,
@@ -430,5 +431,5 @@ def _device_table(ranks: int, operation: str, result: dict[str, Any]) -> ReportT
         rows.append([f"{int(size) // KIB:,}", *(of["median"] * 1e3 for of in times.values()), relative])
     columns = ("KiB", *(f"{name} ms" for name in names), "staged / max(copies, host)")
     absent = "; ".join(f"{name}: {why}" for name, why in result["obstacles"].items() if why)
-    note = f"On {result['device']}." + (f" Not possible here: {absent}." if absent else "")
+    note = f"On {result['device']}." + (f" Not available here: {absent}." if absent else "")
     return ReportTable(f"{operation}, {ranks} ranks", columns, rows, note)

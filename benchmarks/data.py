@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.runner.jobs import BenchmarkParser, run, timed
 from benchmarks.runner.peers import Shape, contender
-from benchmarks.runner.report import Panel, Report, ReportTable, judged
+from benchmarks.runner.report import Panel, Report, ReportTable, target_of
 from mpitrain.comm import Communicator
 from mpitrain.config.training import ModelSection
 from mpitrain.data import Dataset, Loader, SampleOrder, open_dataset
@@ -51,9 +51,9 @@ Batches = Generator[tuple[torch.Tensor, torch.Tensor], None, None]
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
     parser = BenchmarkParser("data", __doc__ or "", "1,2,4", repeats=9)
-    parser.number("mb", 8, "MiB of tokens, a byte each", quick=1, metavar="MB")
-    parser.number("batch", 8, "samples of a batch, each rank")
-    parser.add("dir", type=Path, metavar="DIR", help="where to put them [a temporary folder in --out]")
+    parser.number("mb", 8, "MiB of tokens of one byte", quick=1, metavar="MB")
+    parser.number("batch", 8, "samples of a batch on each rank")
+    parser.add("dir", type=Path, metavar="DIR", help="folder for the data [a temporary folder in --out]")
     parser.number("steps", 30, "training steps", quick=4)
     return run(parser, measure, report, arguments)
 
@@ -98,7 +98,7 @@ def _loading(world: Communicator, folder: Path, options: argparse.Namespace) -> 
     count = order.samples // (batch * world.size)
     if not count:
         raise InputError(
-            f"an epoch of {order.samples} samples has no batch of {batch} on each rank; give a larger --mb"
+            f"an epoch of {order.samples} samples is too small for a batch of {batch} on each rank; use a larger --mb"
         )
     whole = order.ids(0, order.samples)
 
@@ -160,7 +160,7 @@ def _take(batches: Batches, count: int) -> None:
 def _compare(a: Batches, b: Batches, count: int) -> None:
     for number in range(min(count, 100)):
         if not all(map(torch.equal, next(a), next(b))):
-            raise RuntimeError(f"batch {number}: the two loaders give different samples")
+            raise RuntimeError(f"batch {number}: the two loaders return different samples")
     a.close()
     b.close()
 
@@ -222,8 +222,8 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
     for ranks, result in results.items():
         speed = _speeds(result["loading"])
         rows = [(name, of, of / speed[_PLAIN]) for name, of in speed.items()]
-        title = f"{ranks} rank(s): samples a second, all ranks together"
-        note = f"Of {SEQUENCE} tokens, {options.batch} a rank and batch; the median over the epochs."
+        title = f"{ranks} rank(s): samples per second, all ranks together"
+        note = f"Samples of {SEQUENCE} tokens, {options.batch} per rank and batch; median over the epochs."
         tables.append(ReportTable(title, ("loader", "samples/s", "of plain"), rows, note))
         shares = [(model, how, of) for model, hows in result["steps"].items() for how, of in hows.items()]
         columns = ("model", "loader", "step ms", "loading ms", "loading %")
@@ -231,10 +231,10 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
         tables.append(ReportTable(f"{ranks} rank(s): share of a training step", columns, cells))
         for model, how, of in shares:
             targets.append(
-                judged(f"{ranks} rank(s), {model}, {how}: share of a step", of["share"], most=MOST, percent=True)
+                target_of(f"{ranks} rank(s), {model}, {how}: share of a step", of["share"], most=MOST, percent=True)
             )
         for name, _, ratio in rows[1:]:
-            targets.append(judged(f"{ranks} rank(s), {name}: samples/s of plain", ratio, least=1, where=" times"))
+            targets.append(target_of(f"{ranks} rank(s), {name}: samples/s of plain", ratio, least=1, where=" times"))
     return Report("Loading data", tables, targets, [_panels(results)])
 
 
@@ -253,6 +253,6 @@ def _panels(results: dict[int, Any]) -> list[Panel]:
         for how in hows
     }
     return [
-        Panel("", "samples a second", bars, [f"{ranks} rank(s)" for ranks in results]),
+        Panel("", "samples per second", bars, [f"{ranks} rank(s)" for ranks in results]),
         Panel("", "share of a step, %", lines=shares, across="ranks", mark=100 * MOST),
     ]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.runner.jobs import BenchmarkParser, run, summaries, timed
-from benchmarks.runner.report import Panel, Report, ReportTable, judged
+from benchmarks.runner.report import Panel, Report, ReportTable, target_of
 from mpitrain.comm import Communicator
 from mpitrain.errors import CommunicationError, InputError
 
@@ -35,7 +35,7 @@ Tokens = list[list[int]]
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
-    what, of = "Text that goes on from prompts, beside transformers' model.generate.", "one model and number of prompts"
+    what, of = "Compare text generation with transformers' model.generate.", "one model and number of prompts"
     parser = BenchmarkParser("generate", what, "1", repeats=7, seconds=120.0, of=of, quick=(3, 120.0))
     return run(parser, measure, report, arguments)
 
@@ -51,7 +51,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         The sizes, and median and best seconds by family, number of prompts and contender.
     """
     if world.size > 1:
-        raise InputError("transformers generates in one process; start 1 rank", agreed=True)
+        raise InputError("transformers generates in one process; use 1 rank", agreed=True)
     sizes = _QUICK if options.quick else _USUAL
     seconds: dict[str, Any] = {}
     for family in FAMILIES:
@@ -63,7 +63,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
             calls = {name: partial(generate, prompts) for name, generate in generators.items()}
             ours, theirs = (call() for call in calls.values())
             if ours != theirs:
-                raise CommunicationError(f"{family}, {count} prompts: {OURS} and {THEIRS} make different tokens")
+                raise CommunicationError(f"{family}, {count} prompts: {OURS} and {THEIRS} generate different tokens")
             times = timed(world, f"{family}, {count} prompts", calls, options)
             seconds.setdefault(family, {})[str(count)] = summaries(times)
     return {"sizes": sizes, "seconds": seconds}
@@ -144,14 +144,14 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
             rates = [int(count) * sizes["tokens"] / seconds[name]["median"] for name in (OURS, THEIRS)]
             ratio = rates[0] / rates[1]
             rows.append((family, int(count), *rates, ratio))
-            what = f"{family}, prompts at a time {count}: tokens a second against transformers"
-            targets.append(judged(what, ratio, least=WANTED, where=" times"))
+            what = f"{family}, prompts at a time {count}: tokens per second, relative to transformers"
+            targets.append(target_of(what, ratio, least=WANTED, where=" times"))
     note = (
         f"{sizes['layers']} layers of width {sizes['width']}, vocabulary {sizes['vocabulary']}; prompts of "
-        f"{sizes['prompt']} tokens go on by {sizes['tokens']}, fp32, greedy: tokens a second of all prompts, median."
+        f"{sizes['prompt']} tokens, {sizes['tokens']} new tokens, fp32, greedy; median tokens per second."
     )
     columns = ("model", "prompts", OURS, THEIRS, "ratio")
-    table = ReportTable("Tokens a second", columns, rows, note)
+    table = ReportTable("Tokens per second", columns, rows, note)
     bars = {name: [row[2 + number] for row in rows] for number, name in enumerate((OURS, THEIRS))}
-    panel = Panel("", "tokens a second", bars, [f"{row[0]}, {row[1]}" for row in rows])
+    panel = Panel("", "tokens per second", bars, [f"{row[0]}, {row[1]}" for row in rows])
     return Report("Generation", [table], targets, [[panel]])

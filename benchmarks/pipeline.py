@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.runner.jobs import BenchmarkParser, run, summaries, timed
-from benchmarks.runner.peers import gloo, require_alike
-from benchmarks.runner.report import Report, ReportTable, judged, milliseconds, ratio
+from benchmarks.runner.peers import gloo, require_equal
+from benchmarks.runner.report import Report, ReportTable, milliseconds, ratio, target_of
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
 from mpitrain.layout.boxes import split
@@ -68,11 +68,11 @@ _RECORDED = 3  # recorded batches, of which the median counts
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
-    what, of = "Pipeline schedules against torch.distributed.pipelining.", "one schedule and size"
-    few = "a pipeline of one rank sends nothing"
+    what, of = "Compare pipeline schedules with torch.distributed.pipelining.", "one schedule and size"
+    few = "a pipeline needs several ranks"
     parser = BenchmarkParser("pipeline", what, "2,4", repeats=15, seconds=20.0, of=of, quick=(3, 1.0), too_few=few)
-    parser.number("layers", 14, "blocks of the GPT, besides three others")
-    parser.number("microbatches", 8, "of a batch")
+    parser.number("layers", 14, "transformer blocks of the GPT, which has three other blocks")
+    parser.number("microbatches", 8, "microbatches of a batch")
     return run(parser, measure, report, arguments)
 
 
@@ -88,7 +88,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """
     if options.layers + 3 < 2 * world.size or options.microbatches % world.size:
         raise InputError(
-            f"pipeline on {world.size} ranks: two stages a rank need {2 * world.size - 3} layers or more, and "
+            f"pipeline on {world.size} ranks: two stages per rank need {2 * world.size - 3} layers or more, and "
             f"interleaved in torch a multiple of {world.size} microbatches; change --layers or --microbatches",
             agreed=True,
         )
@@ -135,7 +135,7 @@ class _Case:
         expected = self.pipeline.forward_backward(self.parts, self.weights)
         peer_loss = torch.tensor([self.peer()], dtype=torch.float64)
         self.world.broadcast(peer_loss, root=self.schedule.rank_of[-1])
-        require_alike({"mpitrain": [expected], "torch": [float(peer_loss)]}, 1e-4)
+        require_equal({"mpitrain": [expected], "torch": [float(peer_loss)]}, 1e-4)
         ours = partial(self.pipeline.forward_backward, self.parts, self.weights)
         return {
             "mpitrain": Contender(ours, partial(self.pipeline.module.zero_grad, set_to_none=False), single=True),
@@ -247,9 +247,9 @@ def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> R
                 row |= {"idle %": 100 * idle["measured"], "predicted idle %": 100 * idle["predicted"] if fits else None}
                 rows.append(row)
             least, target = min(ratios), 1.3 if size == "small" else 1.0
-            what = f"{ranks} ranks, {size} microbatches, against torch's pipelining, slowest schedule"
+            what = f"{ranks} ranks, {size} microbatches, speed relative to torch's pipelining, slowest schedule"
             text = f"{least:.2f} (geometric mean {geometric_mean(ratios):.2f})"
-            targets.append(judged(what, least, least=target, text=text, where=" times as fast"))
+            targets.append(target_of(what, least, least=target, text=text, where=" times as fast"))
     shapes = "; ".join(f"{size}: {samples} x {sequence} tokens" for size, (samples, sequence) in SIZES.items())
     table = ReportTable(
         "One batch forward and backward",

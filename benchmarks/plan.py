@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.runner.jobs import BenchmarkParser, run
-from benchmarks.runner.report import MIB, Panel, Report, ReportTable, judged, rank_correlation
+from benchmarks.runner.report import MIB, Panel, Report, ReportTable, rank_correlation, target_of
 from benchmarks.runner.training_runs import TrainerRun, measured_runs, merged, step_seconds
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
@@ -81,15 +81,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> BenchmarkParser:
-    parser = BenchmarkParser("plan", "The planner's predictions beside measured steps.")
+    parser = BenchmarkParser("plan", "Compare the planner's predictions with measured steps.")
     parser.add("machine", default="machine.toml", metavar="FILE", help="machine profile [machine.toml]")
-    parser.add("models", default="gpt,resnet,factory", metavar="A,B", help=f"of {', '.join(MODELS)}")
-    parser.number("rounds", 2, "measurements of each", quick=1)
-    parser.number("steps", 8, "of a measurement", quick=3)
-    parser.number("nodes", 1, "on so many nodes")
-    parser.add("predictions", type=Path, metavar="FILE", help="write predictions there alone; under mpirun: read them")
-    parser.add("layouts", metavar="'A;B'", help="these, beside the first choices, instead of all kinds")
-    parser.number("choices", 3, "first choices measured")
+    parser.add("models", default="gpt,resnet,factory", metavar="A,B", help=f"models, of {', '.join(MODELS)}")
+    parser.number("rounds", 2, "measurements of each layout", quick=1)
+    parser.number("steps", 8, "steps of a measurement", quick=3)
+    parser.number("nodes", 1, "number of nodes")
+    parser.add("predictions", type=Path, metavar="FILE", help="write only predictions; under mpirun, read them")
+    parser.add("layouts", metavar="'A;B'", help="measure these layouts and the first choices, instead of all kinds")
+    parser.number("choices", 3, "number of first choices to measure")
     return parser
 
 
@@ -104,7 +104,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         For each model its predictions, each with the measured values as `measured`.
     """
     if options.predictions is None:
-        raise InputError("what is measured is predicted first; start bench plan plainly", agreed=True)
+        raise InputError("there are no predictions; run python -m benchmarks plan without mpirun", agreed=True)
     predicted = world.on_root(lambda: json.loads(options.predictions.read_text(encoding="utf-8")))
     measured = {}
     for model, predictions in predicted[str(world.size)].items():
@@ -144,7 +144,7 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
         model = profile_of(config, description_of(config), machine, budget=_BUDGET, ranks_per_node=each)
         predictor = Predictor(model, machine, options.nodes, each)
         plan = best(predictor, rules_of(config), options.choices)
-        layouts: dict[ParallelLayout, int] = {each.layout: number for number, each in enumerate(plan.found)}
+        layouts: dict[ParallelLayout, int] = {each.layout: number for number, each in enumerate(plan.predictions)}
         requested = [read(line) for line in options.layouts.split(";")] if options.layouts else None
         for layout in requested or spread(ranks, model.batch, len(model.blocks(1))):
             layouts.setdefault(layout, -1)
@@ -160,7 +160,7 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
                     "choice": number,
                     "config": merged(base, settings(layout)),
                     "seconds": prediction.seconds,
-                    "parts": dict(prediction.parts),
+                    "parts": dict(prediction.times),
                     "memory": dict(prediction.memory),
                 }
             )
@@ -285,25 +285,25 @@ def report(results: dict[int, dict[str, list[Row]]], options: argparse.Namespace
     order = [_order(rows) for rows in of_models]
     agreed = [_agreement(rows) for rows in of_models if len(rows[0]["measured"]["seconds"]) > 1]
     chosen = [seconds(rows[0]) / min(map(seconds, rows)) for rows in groups]
-    order_text = _told(order) + (f" (two rounds of measuring agree by {_told(agreed)})" if agreed else "")
+    order_text = _texts(order) + (f" (between two rounds of measuring: {_texts(agreed)})" if agreed else "")
     names = ", ".join(models)
     targets = [
-        judged(
+        target_of(
             f"step time of {len(every)} layouts, median distance", statistics.median(times), most=_TIME, percent=True
         ),
-        judged("memory, median distance", statistics.median(memory), most=_MEMORY, percent=True),
-        judged(
+        target_of("memory, median distance", statistics.median(memory), most=_MEMORY, percent=True),
+        target_of(
             f"rank correlation of predicted and measured step times, of {names} at all numbers of ranks",
             min(order),
             least=_RANKS,
             text=order_text,
         ),
-        judged("the plan's first choice against the best measured", max(chosen), most=_CHOICE, text=_told(chosen)),
+        target_of("time of the first choice / the best measured", max(chosen), most=_CHOICE, text=_texts(chosen)),
     ]
     return Report("Predicted and measured steps", tables, targets, [_panels(results)])
 
 
-def _told(figures: Sequence[float]) -> str:
+def _texts(figures: Sequence[float]) -> str:
     """Return all figures as text, with two decimals."""
     return ", ".join(f"{figure:.2f}" for figure in figures)
 
@@ -350,7 +350,7 @@ def table(ranks: int, model: str, rows: Sequence[Row]) -> ReportTable:
         time = (1e3 * row["seconds"], 1e3 * seconds(row), row["seconds"] / seconds(row))
         account = sum(row["measured"]["account"].values()) / MIB
         cells.append((row["layout"], choice, *time, nbytes / MIB, used / MIB, nbytes / used, account))
-    note = f"Rank correlation {_order(rows):.2f}. Memory is what is in use above that of a process without a model."
+    note = f"Rank correlation {_order(rows):.2f}. Memory is counted above that of a process without a model."
     return ReportTable(f"{model}, {ranks} ranks", columns, cells, note)
 
 
@@ -364,5 +364,5 @@ def _panels(results: dict[int, dict[str, list[Row]]]) -> list[Panel]:
     }
     return [
         Panel("", f"predicted, {unit}", lines=lines, across=f"measured, {unit}", log=True, band=band)
-        for unit, lines, band in (("ms a step", times, _TIME), ("MiB a rank", memory, _MEMORY))
+        for unit, lines, band in (("ms per step", times, _TIME), ("MiB per rank", memory, _MEMORY))
     ]

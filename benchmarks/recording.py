@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.runner.jobs import BenchmarkParser, gpt, quiet, run
-from benchmarks.runner.report import Report, ReportTable, judged
+from benchmarks.runner.report import Report, ReportTable, target_of
 from benchmarks.runner.training_runs import WARM, TrainerRun
 from mpitrain.comm import Communicator
 from mpitrain.trainer.recording.timeline import Recording
@@ -54,7 +54,7 @@ class _RecordedRun(TrainerRun):
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
-    parser = BenchmarkParser("recording", "What a recorded step costs, beside one that is not, in turns.", "2")
+    parser = BenchmarkParser("recording", "Compare recorded steps with other steps, in turns.", "2")
     parser.number("pairs", 60, "steps of each kind", quick=4)
     parser.model()
     return run(parser, measure, _report, arguments)
@@ -102,7 +102,7 @@ def _report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> 
         plain, recorded = result["seconds"], result["recorded_seconds"]
         ratio = statistics.median(b / a for a, b in zip(plain, recorded, strict=True))
         rows.append([ranks, statistics.median(plain) * 1e3, ratio, result["entries"]])
-        targets.append(judged(f"recorded / not, {ranks} ranks", ratio, most=MOST, text=f"{ratio:.3f}"))
+        targets.append(target_of(f"recorded / not, {ranks} ranks", ratio, most=MOST, text=f"{ratio:.3f}"))
     columns = ["ranks", "step [ms]", "recorded / not", "entries"]
-    note = "The ratio is the median over pairs of steps; entries are what a rank records in a step."
-    return Report("What a recorded step costs", [ReportTable("Recorded steps", columns, rows, note)], targets)
+    note = "The ratio is the median over pairs of steps; entries are the spans that a rank records in a step."
+    return Report("Cost of a recorded step", [ReportTable("Recorded steps", columns, rows, note)], targets)

@@ -99,11 +99,11 @@ class Memcpy:
 
 
 # parameters for each worker, on the server; global, because torch's RPC calls functions of a module by name
-_held: list[torch.Tensor] = []
+_parameters: list[torch.Tensor] = []
 
 
 def _give(row: int) -> torch.Tensor:
-    return _held[row]
+    return _parameters[row]
 
 
 def _update(row: int, gradient: torch.Tensor) -> None:
@@ -113,7 +113,7 @@ def _update(row: int, gradient: torch.Tensor) -> None:
         row: Number of the worker.
         gradient: Gradient that the worker sent.
     """
-    _held[row].sub_(gradient)
+    _parameters[row].sub_(gradient)
 
 
 class TorchRpc:
@@ -124,7 +124,7 @@ class TorchRpc:
 
     def __init__(self, desk: Desk, module: Any) -> None:
         self._desk, self._rpc, self.x = desk, module, torch.zeros(desk.numel)
-        _held[:] = torch.zeros(desk.workers if desk.serves else 0, desk.numel)
+        _parameters[:] = torch.zeros(desk.workers if desk.serves else 0, desk.numel)
 
     def push(self) -> None:
         """Push the gradient `x` and wait until the server has updated its parameters; `x` may then be overwritten."""
@@ -237,7 +237,7 @@ def _check(name: str, carrier: Carrier, desk: Desk, mean: float) -> None:
     desk.world.barrier()
     carrier.pull()
     good = desk.serves or carrier.y.equal(torch.full_like(carrier.y, -mean))
-    desk.world.agree(None if good else CommunicationError(f"{name}: what is pulled is not what one update makes"))
+    desk.world.agree(None if good else CommunicationError(f"{name}: pulled parameters differ from the updated ones"))
 
 
 SIZES = (64 << 10, 1 << 20, 16 << 20)
@@ -247,12 +247,12 @@ _ACTS = ("push", "pull")
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
-    what = "Pushes to and pulls from a rank that serves, by each way of carrying them."
+    what = "Compare pushes to and pulls from a server, with each transport."
     parser = BenchmarkParser(
-        "server", what, "2", repeats=31, seconds=60.0, of="one size", quick=(5, 60.0), too_few="a server needs a worker"
+        "server", what, "2", repeats=31, seconds=60.0, of="one size", quick=(5, 60.0), too_few="a server needs workers"
     )
     parser.add("sizes", type=byte_sizes, metavar="S,S", help="bytes that a worker moves [64Ki,1Mi,16Mi]")
-    parser.add("dir", type=Path, metavar="DIR", help="where ranks of torch rpc find each other [--out]")
+    parser.add("dir", type=Path, metavar="DIR", help="folder in which ranks of torch rpc find each other [--out]")
     return run(parser, measure, report, arguments)
 
 
@@ -297,10 +297,10 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
                 best = [times[act]["best"] * 1e3 for act in _ACTS]
                 rows.append((way, *(cell for a, b in zip(ms, copies, strict=True) for cell in (a, a / b)), *best))
             columns = ("carried by", "push, ms", "/ memcpy", "pull, ms", "/ memcpy", "best push", "best pull")
-            note = "Medians, and the best of all repetitions, which other work on the machine disturbs less."
+            note = "Medians, and the best of all repetitions, which is less affected by other programs on the machine."
             tables.append(ReportTable(f"{bytes_text(int(size))}, {ranks} ranks", columns, rows, note))
         largest = {name: milliseconds(times) for name, times in ways.items()}
         bars = {act: [ms[act] for ms in largest.values()] for act in _ACTS}
         title = f"{bytes_text(int(size))}, {ranks} ranks"
         panels.append(Panel(title, "milliseconds", bars, list(largest), log=True))
-    return Report("Pushing to and pulling from a rank that serves", tables, panels=[panels])
+    return Report("Pushing to and pulling from a server", tables, panels=[panels])

@@ -54,9 +54,9 @@ import numpy as np
 import torch
 
 from benchmarks.runner.jobs import BenchmarkParser, asked_for_device, run, timed
-from benchmarks.runner.peers import ALONE, Shape, Trainee, batches, contender, contenders, gloo, mean_losses, on_device
-from benchmarks.runner.report import MIB, Cell, Panel, Report, ReportTable, ReportTarget, judged, ratio
-from benchmarks.runner.training_runs import LARGE, PIECE, PeakMemory, give_back, take_from_system
+from benchmarks.runner.peers import SINGLE, Shape, Trainee, batches, contender, contenders, gloo, mean_losses, on_device
+from benchmarks.runner.report import MIB, Cell, Panel, Report, ReportTable, ReportTarget, ratio, target_of
+from benchmarks.runner.training_runs import LARGE, PIECE, PeakMemory, allocate, trim
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as hardware
 from mpitrain.errors import InputError
@@ -75,7 +75,7 @@ _COUNTERPARTS = {
 }
 
 Result = dict[str, Any]  # result of `measure` at one rank count
-Found = dict[str, dict[str, Any]]  # measured values by contender, for one model size and batch
+Stats = dict[str, dict[str, Any]]  # measured values by contender, for one model size and batch
 
 
 def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
@@ -98,7 +98,7 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
     )
 
 
-def _each(results: dict[int, Result]) -> list[tuple[int, int, str, Found]]:
+def _each(results: dict[int, Result]) -> list[tuple[int, int, str, Stats]]:
     """Return one (ranks, number of parameters, batch, values by contender) per measured case."""
     return [
         (ranks, int(numel), batch, stats)
@@ -111,30 +111,30 @@ def _each(results: dict[int, Result]) -> list[tuple[int, int, str, Found]]:
 # -- targets -----------------------------------------------------------------------------------------------
 
 
-def _targets(ranks: int, found: Found) -> list[ReportTarget]:
+def _targets(ranks: int, stats: Stats) -> list[ReportTarget]:
     """Return the targets for the communication-heavy batch, which are meant for 2 ranks on 2 cores."""
     targets = []
     for name, most in (("ZeRO-1", 1.0), ("ZeRO-2", 1.0), ("ZeRO-3", 1.1), ("DDP", 1.1)):
-        what = f"{ranks} ranks: a step by {name} / one process'"
-        targets.append(judged(what, found.get(name, {}).get("relative"), most=most))
+        what = f"{ranks} ranks: step time, {name} / one process"
+        targets.append(target_of(what, stats.get(name, {}).get("relative"), most=most))
     pairs = [("torch DDP", name, 1.3) for name in ("DDP", "ZeRO-1", "ZeRO-2")]
     for theirs, ours, least in (*pairs, ("FSDP2", "ZeRO-3", 3.0), ("DeepSpeed ZeRO-3", "ZeRO-3", 3.0)):
-        timed = all("median" in found.get(name, {}) for name in (theirs, ours))
-        faster, absent = ratio(found, theirs, ours) if timed else None, found.get(theirs, {}).get("why", "not measured")
-        targets.append(judged(f"{ranks} ranks: a step by {theirs} / {ours}", faster, least=least, absent=absent))
+        timed = all("median" in stats.get(name, {}) for name in (theirs, ours))
+        faster, absent = ratio(stats, theirs, ours) if timed else None, stats.get(theirs, {}).get("why", "not measured")
+        targets.append(target_of(f"{ranks} ranks: step time, {theirs} / {ours}", faster, least=least, absent=absent))
     for name, others in _COUNTERPARTS.items():
-        targets += [_smaller(ranks, found, name, theirs, where) for theirs in others for where in ("rank", "node")]
+        targets += [_memory_ratio(ranks, stats, name, peer, where) for peer in others for where in ("rank", "node")]
     return targets
 
 
-def _smaller(ranks: int, found: Found, ours: str, theirs: str, where: str) -> ReportTarget:
-    what, absent = f"{ranks} ranks: memory per {where}, {ours} / {theirs}", found.get(theirs, {}).get("why")
-    mine, other = (found.get(name, {}).get("memory") for name in (ours, theirs))
+def _memory_ratio(ranks: int, stats: Stats, ours: str, theirs: str, where: str) -> ReportTarget:
+    what, absent = f"{ranks} ranks: memory per {where}, {ours} / {theirs}", stats.get(theirs, {}).get("why")
+    mine, other = (stats.get(name, {}).get("memory") for name in (ours, theirs))
     if not mine or not other:
-        return judged(what, None, most=1, absent=absent or "not measured")
+        return target_of(what, None, most=1, absent=absent or "not measured")
     share = mine[where] / other[where]
     text = f"{share:.2f} ({mine[where] / MIB:.0f} of {other[where] / MIB:.0f} MiB)"
-    return judged(what, share, most=1, text=text)
+    return target_of(what, share, most=1, text=text)
 
 
 # -- tables ------------------------------------------------------------------------------------------------
@@ -144,17 +144,17 @@ def _title(ranks: int, numel: int, batch: str) -> str:
     return f"{ranks} ranks, {numel / 1e6:.1f} M parameters, {batch}"
 
 
-def _rows(found: Found, cells: Callable[[dict[str, Any]], Sequence[Cell] | None]) -> list[list[Cell]]:
+def _rows(stats: Stats, cells: Callable[[dict[str, Any]], Sequence[Cell] | None]) -> list[list[Cell]]:
     """Return one row per contender.
 
     Args:
-        found: Measured values by contender.
+        stats: Measured values by contender.
         cells: Function that returns the cells of a contender, or None if it has no values; the row then gives the
             reason, and is left out if there is none.
     """
     rows: list[list[Cell]] = []
-    width = next((len(c) for values in found.values() if (c := cells(values)) is not None), 0)
-    for name, values in found.items():
+    width = next((len(c) for values in stats.values() if (c := cells(values)) is not None), 0)
+    for name, values in stats.items():
         row = cells(values)
         if row is None and "why" in values:
             rows.append([f"{name} ({values['why']})", *[None] * width])
@@ -163,7 +163,7 @@ def _rows(found: Found, cells: Callable[[dict[str, Any]], Sequence[Cell] | None]
     return rows
 
 
-def _times(ranks: int, numel: int, batch: str, found: Found) -> ReportTable:
+def _times(ranks: int, numel: int, batch: str, stats: Stats) -> ReportTable:
     def cells(values: dict[str, Any]) -> Sequence[Cell] | None:
         if "median" not in values:
             return None
@@ -172,50 +172,50 @@ def _times(ranks: int, numel: int, batch: str, found: Found) -> ReportTable:
 
     columns = ("contender", "step ms", "best ms", "/ one process", "not computing ms", "repetitions", "loss")
     note = (
-        "Medians. Not computing: the step less one process' step, which computes the same and updates everything "
-        "itself; below zero where a rank saves more by updating its share alone than communication costs. Loss: of "
-        "the last step; all that communicate must agree."
+        "Medians. Not computing: the step time minus that of one process, which computes the same and updates all "
+        "parameters; it is negative if updating only a share saves more time than communication takes. Loss: of the "
+        "last step; all contenders that communicate must agree."
     )
-    return ReportTable(f"Step time, {_title(ranks, numel, batch)}", columns, _rows(found, cells), note)
+    return ReportTable(f"Step time, {_title(ranks, numel, batch)}", columns, _rows(stats, cells), note)
 
 
-def _memory_table(ranks: int, numel: int, batch: str, found: Found) -> ReportTable:
+def _memory_table(ranks: int, numel: int, batch: str, stats: Stats) -> ReportTable:
     def cells(values: dict[str, Any]) -> Sequence[Cell] | None:
         peaks = values.get("memory")
         return None if not peaks else [peaks[key] / MIB for key in ("rank", "node", "process")]
 
-    columns = ("contender", "a rank, MiB", "a node, MiB", "a rank's process, MiB")
+    columns = ("contender", "rank, MiB", "node, MiB", "process of a rank, MiB")
     note = (
-        "Peak proportional set size, shared memory counted once per node; the first two less what the process took "
-        "before the model was made."
+        "Peak proportional set size; shared memory counts once per node. The first two columns do not include the "
+        "memory of the process before the model was created."
     )
-    return ReportTable(f"Memory, {_title(ranks, numel, batch)}", columns, _rows(found, cells), note)
+    return ReportTable(f"Memory, {_title(ranks, numel, batch)}", columns, _rows(stats, cells), note)
 
 
-def _accounts(ranks: int, numel: int, found: Found) -> ReportTable:
-    accounts = {name: values["account"] for name, values in found.items() if values.get("account")}
+def _accounts(ranks: int, numel: int, stats: Stats) -> ReportTable:
+    accounts = {name: values["account"] for name, values in stats.items() if values.get("account")}
     rows = [[name, *(account[c] / MIB for c in _CATEGORIES)] for name, account in accounts.items()]
-    note = "MiB a rank by `engine.memory()`, counted from the tensors, of ours."
+    note = "MiB per rank reported by `engine.memory()`, which counts tensors; only for our contenders."
     return ReportTable(f"Bytes by category, {_title(ranks, numel, HEAVY)}", ("contender", *_CATEGORIES), rows, note)
 
 
 # -- plots -------------------------------------------------------------------------------------------------
 
 
-def _panels(ranks: int, batch: str, found: Found) -> list[Panel]:
+def _panels(ranks: int, batch: str, stats: Stats) -> list[Panel]:
     """Return plots of step time, time not computing, and peak memory; one process is grey, ours blue, peers orange."""
-    timed = {name: values for name, values in found.items() if "median" in values}
-    seen = {name: values["memory"]["rank"] / MIB for name, values in found.items() if values.get("memory")}
+    timed = {name: values for name, values in stats.items() if "median" in values}
+    seen = {name: values["memory"]["rank"] / MIB for name, values in stats.items() if values.get("memory")}
 
     def panel(label: str, bars: dict[str, float], mark: float | None = None) -> Panel:
-        colours = ["tab:gray" if n == ALONE else "tab:blue" if n in _COUNTERPARTS else "tab:orange" for n in bars]
+        colours = ["tab:gray" if n == SINGLE else "tab:blue" if n in _COUNTERPARTS else "tab:orange" for n in bars]
         return Panel(f"{ranks} ranks, {batch}", label, bars, colours=colours, mark=mark)
 
     step, waiting = ({name: of[key] * 1e3 for name, of in timed.items()} for key in ("median", "waiting"))
     return [
-        panel("step, ms", step, step[ALONE]),
+        panel("step, ms", step, step[SINGLE]),
         panel("not computing, ms", waiting),
-        panel("peak of a rank, MiB", seen),
+        panel("peak per rank, MiB", seen),
     ]
 
 
@@ -224,7 +224,7 @@ DEVICE_SHAPE = Shape(vocabulary=50304, layers=24, width=1024, tokens=1024)  # 35
 QUICK_SHAPE = Shape(vocabulary=256, layers=2, width=64, tokens=32)
 _AGREE = 2e-4  # largest relative difference of final losses, from another order of sums
 _AGREE_BF16 = 0.03  # largest relative difference of final losses in bf16 on a device
-_ON_DEVICE = (ALONE, "DDP", "ZeRO-1", "ZeRO-3", "torch DDP")
+_ON_DEVICE = (SINGLE, "DDP", "ZeRO-1", "ZeRO-3", "torch DDP")
 _STEPS = 4  # per measurement on a device
 _PEAK = 0.4  # target: share of a device's peak
 _ROOM = 0.7  # largest share of the node's free memory to use
@@ -238,9 +238,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def parser() -> BenchmarkParser:
     """Return the options of the benchmark."""
-    what = "A training step by DDP and ZeRO-1, 2, 3 against torch and DeepSpeed."
+    what = "Compare a training step of DDP and ZeRO-1, 2, 3 with torch and DeepSpeed."
     options_parser = BenchmarkParser("step", what, "2", repeats=21, seconds=300.0, of="one batch, or one size")
-    options_parser.names("only", contenders(), "these contenders, and one process")
+    options_parser.names("only", contenders(), "only these contenders, and one process")
     options_parser.number("width", SHAPE.width, "model.width, on the CPU", quick=64)
     options_parser.device("cpu: in fp32; else in bf16 on")
     options_parser.number("samples", 8, f"of {DEVICE_SHAPE.tokens} tokens a rank, on a device", quick=2)
@@ -260,7 +260,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     if asked_for_device(options):
         return measure_on_device(world, options)
     if world.size == 1:
-        raise InputError("one rank has nothing to reduce; start 2 ranks or more", agreed=True)
+        raise InputError("one rank has nothing to reduce; use at least 2 ranks", agreed=True)
     shape = replace(QUICK_SHAPE if options.quick else SHAPE, width=options.width)
     sizes = {HEAVY: 1} if options.quick else {HEAVY: 1, LIGHT: 4}  # samples a rank
     with gloo(world):
@@ -283,7 +283,7 @@ def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.
         For each contender its seconds, loss and bytes by category, or {"why": reason that there are none}.
     """
     every = contenders()
-    names = _asked(every, options)
+    names = _selected(every, options)
     results: dict[str, dict[str, Any]] = {name: {"why": why} for name, why in every.items() if isinstance(why, str)}
     groups, too_large = _groups(world, [name for name in names if name not in results], shape)
     results |= {name: {"why": "does not fit into memory"} for name in too_large}
@@ -292,12 +292,12 @@ def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.
     peaks = {name: _memory(world, name, shape, samples) for name in runnable}
     each = argparse.Namespace(repeats=options.repeats, seconds=options.seconds / max(1, len(groups)))
     for group in groups:
-        with _alive(world, shape, samples, group) as trainees:
+        with _fits(world, shape, samples, group) as trainees:
             turns = {name: Contender(t.step, t.prepare, single=True) for name, t in trainees.items()}
             times = timed(world, size, turns, each)
             losses = mean_losses(world, trainees, _AGREE)
             for name, trainee in trainees.items():
-                took, alone = times[name], times[ALONE].median
+                took, alone = times[name], times[SINGLE].median
                 values: dict[str, Any] = {"median": took.median, "best": took.best, "repeats": len(took.all)}
                 values |= {"relative": took.median / alone, "waiting": took.median - alone, "loss": losses[name]}
                 values |= {"account": _largest(world, trainee), "memory": peaks.get(name)}
@@ -305,9 +305,9 @@ def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.
     return {name: results[name] for name in names}
 
 
-def _asked(names: Iterable[str], options: argparse.Namespace) -> list[str]:
-    """Return the contenders in `names` that `--only` selects, by default all, and always `ALONE`."""
-    return [name for name in names if name == ALONE or not options.only or name in options.only]
+def _selected(names: Iterable[str], options: argparse.Namespace) -> list[str]:
+    """Return the contenders in `names` that `--only` selects, by default all, and always `SINGLE`."""
+    return [name for name in names if name == SINGLE or not options.only or name in options.only]
 
 
 def _memory(world: Communicator, name: str, shape: Shape, samples: int) -> dict[str, int]:
@@ -320,7 +320,7 @@ def _memory(world: Communicator, name: str, shape: Shape, samples: int) -> dict[
     first = contender(name, world, Shape(vocabulary=16, layers=1, width=64, tokens=8), 1)
     first.step()  # loads the libraries that a step uses
     first.close()
-    take_from_system(PIECE)
+    allocate(PIECE)
     memory = PeakMemory(world)
     with memory.making():
         trainee = contender(name, world, shape, samples)
@@ -329,9 +329,9 @@ def _memory(world: Communicator, name: str, shape: Shape, samples: int) -> dict[
             trainee.prepare()
             trainee.step()
         world.barrier()
-    sizes = world.all_gather_object((world.node, memory.taken, memory.process()))
+    sizes = world.all_gather_object((world.node, memory.peak, memory.process()))
     trainee.close()
-    take_from_system(LARGE)
+    allocate(LARGE)
     nodes = [sum(taken for node, taken, _ in sizes if node == number) for number in range(world.num_nodes)]
     return {"rank": max(taken for _, taken, _ in sizes), "node": max(nodes), "process": max(of for *_, of in sizes)}
 
@@ -340,20 +340,20 @@ def _groups(world: Communicator, names: Sequence[str], shape: Shape) -> tuple[li
     """Return (groups of contenders that fit into memory together, contenders that never fit). Collective."""
     free = np.array([_available() * _ROOM / world.local_size])
     world.all_reduce(free, "min")
-    alone = bytes_needed(ALONE, shape.numel, world.size)
+    alone = bytes_needed(SINGLE, shape.numel, world.size)
     groups: list[list[str]] = []
     too_large, used = [], math.inf
     for name in names:
         needed = bytes_needed(name, shape.numel, world.size)
-        if alone + (needed if name != ALONE else 0) > free[0]:
+        if alone + (needed if name != SINGLE else 0) > free[0]:
             too_large.append(name)
-        elif name != ALONE:
+        elif name != SINGLE:
             if used + needed > free[0]:
-                groups.append([ALONE])
+                groups.append([SINGLE])
                 used = alone
             groups[-1].append(name)
             used += needed
-    return groups or ([] if ALONE in too_large else [[ALONE]]), too_large
+    return groups or ([] if SINGLE in too_large else [[SINGLE]]), too_large
 
 
 def bytes_needed(name: str, numel: int, ranks: int) -> float:
@@ -365,7 +365,7 @@ def bytes_needed(name: str, numel: int, ranks: int) -> float:
         ranks: Number of ranks.
     """
     whole = 16.0 * numel
-    if name == ALONE or "DDP" in name:
+    if name == SINGLE or "DDP" in name:
         return whole + 4.0 * numel  # torch's buckets, or gradients being reduced
     return whole / ranks + 12.0 * numel  # parameters, gradients and buckets that are not sharded
 
@@ -376,13 +376,13 @@ def _available() -> float:
 
 
 @contextmanager
-def _alive(world: Communicator, shape: Shape, samples: int, names: Sequence[str]) -> Iterator[dict[str, Trainee]]:
+def _fits(world: Communicator, shape: Shape, samples: int, names: Sequence[str]) -> Iterator[dict[str, Trainee]]:
     """Create contenders, yield them by name, and free their memory at the end. Collective."""
     trainees = {name: contender(name, world, shape, samples) for name in names}
     yield trainees
     for trainee in trainees.values():
         trainee.close()
-    give_back()  # before the next group is created
+    trim()  # before the next group is created
 
 
 def _largest(world: Communicator, trainee: Trainee) -> dict[str, int] | None:
@@ -420,9 +420,9 @@ def measure_on_device(world: Communicator, options: argparse.Namespace) -> dict[
     devices = len({(node, place) for node, place in places})
     with on_device(world, device, devices == world.size) as backend:
         of = [(x.to(device), y.to(device)) for x, y in islice(batches(shape, samples, world.rank), _STEPS)]
-        names = [n for n in _asked(_ON_DEVICE, options) if backend or n != "torch DDP"]
+        names = [n for n in _selected(_ON_DEVICE, options) if backend or n != "torch DDP"]
         trainees = {name: contender(name, world, shape, samples, cycle(of), device) for name in names}
-        calls = {name: partial(_several, trainee, device) for name, trainee in trainees.items()}
+        calls = {name: partial(_repeat, trainee, device) for name, trainee in trainees.items()}
         times = timed(world, f"on {device.type}", calls, options)
         losses = mean_losses(world, trainees, _AGREE_BF16)
         for trainee in trainees.values():
@@ -453,7 +453,7 @@ def _place(world: Communicator, device: torch.device) -> str:
     return f"rank {world.rank}" if identity == str(device) and hardware.count(device.type) == 1 else identity
 
 
-def _several(trainee: Trainee, device: torch.device) -> None:
+def _repeat(trainee: Trainee, device: torch.device) -> None:
     """Take a few steps, and wait until the device has completed them."""
     for _ in range(_STEPS):
         trainee.step()
@@ -464,12 +464,12 @@ def _several(trainee: Trainee, device: torch.device) -> None:
 def report_on_device(results: dict[int, Result]) -> Report:
     """Return the report on a device, with tables and targets; `results` are by number of ranks."""
     targets = [
-        judged(
+        target_of(
             f"{ranks} rank(s): DDP in bf16, share of the peak of matrix products",
             result["found"].get("DDP", {}).get("share"),
             least=_PEAK,
             percent=True,
-            absent="the peak of this device is not known",
+            absent="the peak speed of this device is not known",
         )
         for ranks, result in results.items()
     ]
@@ -477,14 +477,14 @@ def report_on_device(results: dict[int, Result]) -> Report:
 
 
 def _device_table(ranks: int, result: dict[str, Any]) -> ReportTable:
-    alone = result["found"][ALONE]["step"]
+    alone = result["found"][SINGLE]["step"]
     rows = []
     for name, of in result["found"].items():
         share = None if of["share"] is None else 100 * of["share"]
         rows.append([name, of["step"] * 1e3, of["tokens"], share, of["step"] / alone, of["loss"]])
     note = (
         f"{result['device']}, {result['devices']} for all ranks; {result['parameters'] / 1e6:.1f} M parameters, "
-        f"{result['samples']} x {result['tokens']} tokens a rank, bf16. Peak of the most loaded rank, all contenders "
+        f"{result['samples']} x {result['tokens']} tokens per rank, bf16. Peak of the most loaded rank, all contenders "
         f"together: {result['memory'] / 2**20:,.0f} MiB. torch DDP over {result['backend'] or 'nothing: one rank'}."
     )
     columns = ("contender", "step ms", "tokens/s", "% of the peak", "/ one process", "loss")

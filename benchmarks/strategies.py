@@ -31,7 +31,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.runner.jobs import BenchmarkParser, gpt, run
-from benchmarks.runner.peers import MakePeer, gloo, peers, require_alike
+from benchmarks.runner.peers import MakePeer, gloo, peers, require_equal
 from benchmarks.runner.report import MIB, Cell, Panel, Report, ReportTable
 from benchmarks.runner.training_runs import KINDS, TrainerRun, TrainingRun, Values, measured_runs, merged, step_seconds
 from mpitrain.comm import Communicator
@@ -49,20 +49,20 @@ _AGREE = 2e-4  # largest relative difference of losses, from another order of su
 _BATCH = 4  # samples for each rank
 _PEERS = ("torch", "FSDP2", "DeepSpeed")  # prefixes of the peers' names
 
-Found = dict[str, dict[str, Any]]  # measured values by strategy
+Stats = dict[str, dict[str, Any]]  # measured values by strategy
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
-    few = "one rank has nothing to divide"
+    few = "strategies divide work between ranks"
     parser = BenchmarkParser(
-        "strategies", "One model by every strategy, and by torch's and DeepSpeed's.", "4", too_few=few
+        "strategies", "Train one model with every strategy, and with torch and DeepSpeed.", "4", too_few=few
     )
     parser.model()
-    parser.add("batch", type=int, metavar="N", help=f"train.batch [{_BATCH} a rank]")
-    parser.number("rounds", 3, "measurements of each", quick=1)
-    parser.number("steps", 10, "of a measurement", quick=3)
-    parser.add("only", metavar="'A;B'", help="these strategies, and DDP")
+    parser.add("batch", type=int, metavar="N", help=f"train.batch [{_BATCH} per rank]")
+    parser.number("rounds", 3, "measurements of each strategy", quick=1)
+    parser.number("steps", 10, "steps of a measurement", quick=3)
+    parser.add("only", metavar="'A;B'", help="only these strategies, and DDP")
     return run(parser, measure, report, arguments)
 
 
@@ -78,7 +78,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """
     base = _base(world, options)
     ours, theirs = strategies(world.size, base["model"]), peers()
-    names = _wanted(options, [*ours, *theirs])
+    names = _selected(options, [*ours, *theirs])
     makes: dict[str, Callable[[], TrainingRun] | str] = {
         **{name: partial(TrainerRun, world, merged(base, values)) for name, values in ours.items()},
         **{name: m if isinstance(m, str) else partial(PeerRun, world, base, m) for name, m in theirs.items()},
@@ -87,7 +87,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     runs = {name: make for name, make in makes.items() if not isinstance(make, str)}
     with gloo(world):
         results = measured_runs(world, runs, options.rounds, options.steps, 2.0 if options.quick else SECONDS)
-    require_alike({name: of["losses"] for name, of in results.items()}, _AGREE)
+    require_equal({name: of["losses"] for name, of in results.items()}, _AGREE)
     results |= {name: {"why": make} for name, make in makes.items() if isinstance(make, str)}
     return {"nodes": world.num_nodes, "model": base["model"], "batch": base["train"]["batch"], "found": results}
 
@@ -143,20 +143,20 @@ def _base(world: Communicator, options: argparse.Namespace) -> dict[str, dict[st
     Config.from_dict(base)
     if base["train"]["batch"] % world.size:
         raise InputError(
-            f"--batch {base['train']['batch']} is no multiple of {world.size} ranks, which peers of ours need; give "
+            f"--batch {base['train']['batch']} is not a multiple of {world.size} ranks, as other libraries need; use "
             f"{base['train']['batch'] // world.size * world.size or world.size}",
             agreed=True,
         )
     return base
 
 
-def _wanted(options: argparse.Namespace, names: Sequence[str]) -> set[str]:
+def _selected(options: argparse.Namespace, names: Sequence[str]) -> set[str]:
     if options.only is None:
         return set(names)
     asked = [name.strip() for name in options.only.split(";")]
     unknown = [name for name in asked if name not in names]
     if unknown:
-        raise InputError(f"there is no strategy {unknown[0]!r} here; there are {'; '.join(names)}", agreed=True)
+        raise InputError(f"there is no strategy {unknown[0]!r} here; use one of {'; '.join(names)}", agreed=True)
     return {DDP, *asked}
 
 
@@ -261,7 +261,7 @@ def sent(of: dict[str, Any]) -> tuple[float | None, float | None]:
 
 
 def _tables(ranks: int, result: dict[str, Any]) -> list[ReportTable]:
-    results: Found = result["found"]
+    results: Stats = result["found"]
     model = ", ".join(f"{key} {value}" for key, value in result["model"].items() if key != "name")
     title = f"{ranks} ranks on {result['nodes']} node(s): GPT of {model}; batch {result['batch']}"
     base = step_seconds(results[DDP])
@@ -287,8 +287,8 @@ def _tables(ranks: int, result: dict[str, Any]) -> list[ReportTable]:
         if "why" not in of
         for operation, axis, algorithm, calls, inside, between in of["sent"]["rows"]
     ]
-    heads = ("strategy", "operation", "axis", "algorithm", "calls a step", "MB inside", "MB between")
-    sent_title = f"What rank 0 sends a step, {ranks} ranks"
+    heads = ("strategy", "operation", "axis", "algorithm", "calls per step", "MB inside", "MB between")
+    sent_title = f"Traffic of rank 0 per step, {ranks} ranks"
     return [ReportTable(title, columns, rows, note), ReportTable(sent_title, heads, operations)]
 
 
@@ -304,5 +304,5 @@ def _panels(ranks: int, result: dict[str, Any]) -> list[Panel]:
     return [
         Panel(f"{ranks} ranks (orange: peers)", "step, ms", times, colours=colours),
         Panel(title, "MiB, by category", memory, names, stacked=True),
-        Panel(f"sent by a rank, {ranks} ranks", "MB a step", through, names, stacked=True),
+        Panel(f"sent by a rank, {ranks} ranks", "MB per step", through, names, stacked=True),
     ]

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from benchmarks.runner.jobs import BenchmarkParser, run, summaries, timed
 from benchmarks.runner.peers import gloo
-from benchmarks.runner.report import Panel, Report, ReportTable, judged, milliseconds
+from benchmarks.runner.report import Panel, Report, ReportTable, milliseconds, target_of
 from mpitrain.comm import Communicator
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.layout.boxes import split
@@ -47,7 +47,7 @@ CONTENDERS = ("mpitrain", "sequence", "torch", "one process")
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
-    what = "Tensor-parallel transformer blocks against torch's DTensor over gloo."
+    what = "Compare tensor-parallel transformer blocks with torch's DTensor over gloo."
     parser = BenchmarkParser("tensor", what, "2", repeats=31, seconds=60.0, of="one shape", quick=(5, 60.0))
     return run(parser, measure, report, arguments)
 
@@ -86,7 +86,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     shapes = QUICK_SHAPES if options.quick else SHAPES
     if any(width // HEAD % world.size for _, _, width in shapes):
         raise InputError(
-            f"the blocks have 4 and 8 heads, which {world.size} ranks cannot share; use 2 or 4", agreed=True
+            f"blocks with 4 and 8 heads cannot be divided over {world.size} ranks; use 2 or 4 ranks", agreed=True
         )
     with gloo(world):
         return {"x".join(map(str, shape)): _measure(world, shape, options) for shape in shapes}
@@ -152,10 +152,10 @@ def _of_torch(model: nn.Module, world: Communicator) -> nn.Module:
     return parallelize_module(model, mesh, styles)
 
 
-def _compare(name: str, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
-    for a, b in zip(found, expected, strict=True):
+def _compare(name: str, result: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    for a, b in zip(result, expected, strict=True):
         if not torch.allclose(a, b, rtol=1e-3, atol=1e-4):
-            raise CommunicationError(f"{name} does not compute what one process does: off by {(a - b).abs().max():.3g}")
+            raise CommunicationError(f"{name} differs from one process by up to {(a - b).abs().max():.3g}")
 
 
 # -- the report --------------------------------------------------------------------------------------------
@@ -176,12 +176,12 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
             relative = (ms["torch"] / ms[name] for name in ("mpitrain", "sequence"))
             rows.append((shape.replace("x", " x "), *ms.values(), *relative))
         columns = ("samples x tokens x width", *CONTENDERS, "times torch", "sequence")
-        note = f"Milliseconds of a forward and backward pass of {LAYERS} blocks, median; then torch's time over ours."
+        note = f"Milliseconds of a forward and backward pass of {LAYERS} blocks, median; torch's time divided by ours."
         tables.append(ReportTable(f"{ranks} ranks", columns, rows, note))
         ratios = [row[5] for row in rows]
-        what = f"{ranks} ranks: as fast as torch"
-        targets.append(judged(f"{what}, geometric mean", geometric_mean(ratios), least=WANTED, where=" times"))
-        targets.append(judged(f"{what}, worst shape", min(ratios), least=1, where=" times"))
+        what = f"{ranks} ranks: speed relative to torch"
+        targets.append(target_of(f"{what}, geometric mean", geometric_mean(ratios), least=WANTED, where=" times"))
+        targets.append(target_of(f"{what}, worst shape", min(ratios), least=1, where=" times"))
         bars = {name: [times[name]["median"] * 1e3 for times in result.values()] for name in CONTENDERS}
         panels.append(Panel(f"{ranks} ranks", "milliseconds, forward and backward", bars, list(result), log=True))
     return Report("Tensor parallelism", tables, targets, [panels])

@@ -40,7 +40,7 @@ import torch
 from torch import nn
 
 from benchmarks.runner.jobs import BenchmarkParser, quiet, run
-from benchmarks.runner.report import Panel, Report, ReportTable, judged
+from benchmarks.runner.report import Panel, Report, ReportTable, target_of
 from mpitrain.comm import Communicator
 from mpitrain.data import Batch
 from mpitrain.measuring.self_start import temporary_folder
@@ -71,7 +71,7 @@ CONTENDERS: dict[str, Mapping[str, Any]] = {  # [parallel]
 }
 
 
-Found = dict[str, Any]  # values of one contender's run, see `_steps`
+Stats = dict[str, Any]  # values of one contender's run, see `_steps`
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -81,14 +81,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def parser() -> BenchmarkParser:
     """Return the options of the benchmark."""
-    what = "Training with one slow rank, by ways that wait for it and ways that do not."
-    few = "two workers and a rank that only serves are needed"
+    what = "Compare modes that wait for a slow rank with modes that do not."
+    few = "two workers and a server are needed"
     options_parser = BenchmarkParser("waiting", what, "5", too_few=few, least=3)
-    options_parser.number("slowed", 3.0, "times as long as else that rank 1 takes; 1: no rank", metavar="X")
-    options_parser.number("steps", 64, "of each contender", quick=12)
-    options_parser.number("repeats", 3, "runs of each", quick=1)
-    options_parser.names("only", CONTENDERS, "these contenders, and sync", by=";")
-    options_parser.add("dir", type=Path, metavar="DIR", help="where run folders are put meanwhile [--out]")
+    options_parser.number("slowed", 3.0, "factor by which rank 1 is slowed down; 1: no slow rank", metavar="X")
+    options_parser.number("steps", 64, "steps of each contender", quick=12)
+    options_parser.number("repeats", 3, "runs of each contender", quick=1)
+    options_parser.names("only", CONTENDERS, "only these contenders, and sync", by=";")
+    options_parser.add("dir", type=Path, metavar="DIR", help="folder for temporary run folders [--out]")
     return options_parser
 
 
@@ -188,7 +188,7 @@ class _Slowed(Trainer):
 # -- the report --------------------------------------------------------------------------------------------
 
 
-def report(results: dict[int, dict[str, Found]], options: argparse.Namespace) -> Report:
+def report(results: dict[int, dict[str, Stats]], options: argparse.Namespace) -> Report:
     """Return the report with tables, targets and plots.
 
     Args:
@@ -204,22 +204,22 @@ def report(results: dict[int, dict[str, Found]], options: argparse.Namespace) ->
             losses = (smoothed(of["loss"])[-1], of["held_out_loss"])
             rows.append((name, rate, rate / base, to, *losses, of["staleness_max"]))
             if name in _JUDGED and options.slowed == 3.0:
-                what = f"{ranks - 1} workers, one slowed 3 times, {name}: tokens a second against sync"
-                targets.append(judged(what, rate / base, least=_WANTED, where=" times"))
+                what = f"{ranks - 1} workers, one slowed 3 times, {name}: tokens per second, relative to sync"
+                targets.append(target_of(what, rate / base, least=_WANTED, where=" times"))
         columns = ["contender", "tokens/s", "/ sync", f"s to a loss of {goal:.2f}", "last loss", "held-out loss"]
         columns.append("most staleness, steps")
         slow = f"rank 1 slowed {options.slowed:g} times" if options.slowed > 1 else "no rank is slow"
         note = (
             f"{ranks - 1} workers, {slow}, {len(runs[SYNC]['loss'])} steps of {runs[SYNC]['tokens']} tokens each. "
-            f"Losses are means of {SMOOTHED} steps; the given one is the lowest that all contenders reach."
+            f"Losses are means of {SMOOTHED} steps; the loss in the table is the lowest that all contenders reach."
         )
         tables.append(ReportTable(f"{ranks - 1} workers", columns, rows, note))
         lines = {name: (list(accumulate(of["seconds"])), smoothed(of["loss"])) for name, of in runs.items()}
-        panels.append(Panel(f"{ranks - 1} workers", "loss, nats a token", lines=lines, across="seconds", mark=goal))
+        panels.append(Panel(f"{ranks - 1} workers", "loss, nats per token", lines=lines, across="seconds", mark=goal))
     return Report("Training with a slow rank", tables, targets, [panels])
 
 
-def tokens_per_second(of: Found) -> float:
+def tokens_per_second(of: Stats) -> float:
     """Return the tokens per second of a run, without the first tenth of its steps."""
     seconds = of["seconds"][int(_BEFORE * len(of["seconds"])) :]
     return float(of["tokens"] * len(seconds) / sum(seconds))
@@ -231,12 +231,12 @@ def smoothed(losses: Sequence[float]) -> list[float]:
     return [sum(part) / len(part) for part in recent]
 
 
-def median_run(runs: Sequence[Found]) -> Found:
+def median_run(runs: Sequence[Stats]) -> Stats:
     """Return the run with the median tokens per second; for an even number, the slower one of the middle two."""
     return sorted(runs, key=tokens_per_second)[(len(runs) - 1) // 2]
 
 
-def seconds_to(of: Found, loss: float) -> float | None:
+def seconds_to(of: Stats, loss: float) -> float | None:
     """Return the seconds until a run reached a loss; None if it did not.
 
     Args:

@@ -14,10 +14,10 @@ activate() { # activate ROOT
     local site=${SITE:-$jobs/site.sh} venv
     if [ -e "$site" ]; then
         set +u # modules of clusters read variables that are not set
-        . "$site" || say "$site ended with $?; going on"
+        . "$site" || say "$site ended with exit code $?; continuing"
         set -u
     elif [ -n "${SITE:-}" ]; then
-        say "SITE names $SITE, which is not there"
+        say "SITE is $SITE, which does not exist"
         exit 1
     fi
     venv=${VENV:-$1/.venv}
@@ -126,7 +126,7 @@ run_trainer() { # run_trainer ARGUMENTS...: sets code
 verdict() { # what the trainer's exit code means
     case $1 in
     0) echo "done" ;;
-    2) echo "bad configuration or data: not tried again" ;;
+    2) echo "wrong configuration or data; the job is not started again" ;;
     75) echo "saved at step $(newest_step), to be started again" ;;
     *) echo "failed with exit code $1 at step $(newest_step)" ;;
     esac

@@ -41,7 +41,7 @@ watched() { # watched COMMAND...: draws progress bars on a terminal; elsewhere a
     (
         trap 'kill ${nap:-} 2>/dev/null; exit' TERM
         while sleep 30 >/dev/null 2>&1 & nap=$!; wait "$nap"; do
-            echo "still installing, for $((SECONDS - begun)) s" >&2
+            echo "still installing after $((SECONDS - begun)) s" >&2
         done
     ) &
     local ticker=$!
@@ -72,10 +72,10 @@ offered() { # offered VERSION: whether pip finds this very version of torch, wit
 install_with_uv() { # install_with_uv [--torch-backend BUILD]: torch, faster than with pip, and from where its makers
     # keep that build; fails where that cannot be reached
     install uv || return 1
-    local told=/dev/null
-    [ ! -t 2 ] || told=/dev/stderr # where its progress bars are
+    local progress=/dev/null
+    [ ! -t 2 ] || progress=/dev/stderr # where its progress bars are
     UV_HTTP_RETRIES=0 watched "$venv/bin/uv" pip install "${quiet[@]}" --python "$venv/bin/python" "$@" \
-        "torch==$version" 2>>"$told"
+        "torch==$version" 2>>"$progress"
 }
 
 has_own_index() { # whether pip is told to ask another package index than PyPI, of which uv knows nothing
@@ -84,7 +84,7 @@ has_own_index() { # whether pip is told to ask another package index than PyPI, 
 
 install_torch() {
     local size="about 200 MB to download"
-    [ "$torch" = cpu ] || size="with its libraries several GB to download"
+    [ "$torch" = cpu ] || size="several GB to download, with its libraries"
     if [ "$torch" = cpu ] && offered "$version+cpu"; then
         echo "installing torch $version+cpu: $size" >&2
         install "torch===$version+cpu"
@@ -95,8 +95,8 @@ install_torch() {
         if install_with_uv --torch-backend "$torch"; then
             return
         fi
-        [ "$torch" = cpu ] || fail "torch $version for $torch cannot be had from here; install it into .venv yourself, or give TORCH=cpu"
-        echo "the build for the CPU alone is not to be had from here; taking the package index's ordinary one:" >&2
+        [ "$torch" = cpu ] || fail "torch $version for $torch cannot be downloaded here; install it into .venv yourself, or set TORCH=cpu"
+        echo "the CPU-only build cannot be downloaded here; installing the package index's default build instead:" >&2
     fi
     if [ "$(uname -m)" = x86_64 ]; then
         size="with CUDA's libraries, about 3 GB to download and 5.3 GB on disk"
@@ -110,11 +110,11 @@ install_torch() {
 if [ ! -x "$venv/bin/python" ]; then
     python=${PYTHON:-python3}
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-        fail "needs Python 3.10 or newer, $python is $("$python" --version 2>&1); give one: PYTHON=python3.12 $0"
+        fail "needs Python 3.10 or newer, $python is $("$python" --version 2>&1); set another one, for example PYTHON=python3.12 $0"
     echo "making .venv with $("$python" --version)" >&2
     if ! "$python" -m venv "$venv" >&2; then
         rm -rf "$venv"
-        fail "$python cannot make an environment in $root (Debian: apt install python3-venv; is the folder yours?)"
+        fail "$python cannot create an environment in $root; check that you may write there (on Debian, also apt install python3-venv)"
     fi
 fi
 if [ "$(stamp)" != "$(cat "$venv/mpitrain-installed" 2>/dev/null)" ]; then

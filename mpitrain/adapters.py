@@ -29,14 +29,16 @@ from mpitrain.storage.disk import new_folder, replacing, require_new
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m mpitrain.adapters", description="export what model.lora trained")
+    parser = argparse.ArgumentParser(
+        prog="python -m mpitrain.adapters", description="export adapters trained with model.lora"
+    )
     parser.add_argument("--version", action="version", version=VERSION)
     commands = parser.add_subparsers(dest="command", required=True)
     merge = commands.add_parser("merge", help="write the model with the adapters added to its weights")
-    merge.set_defaults(act=lambda given: write_merged(given.run, given.out, trust=given.trust))
-    out = "a .safetensors or .pt file; or, of an hf: model, a new folder that from_pretrained loads"
+    merge.set_defaults(act=lambda arguments: write_merged(arguments.run, arguments.out, trust=arguments.trust))
+    out = "a .safetensors or .pt file, or for an hf: model, a new folder that from_pretrained loads"
     peft = commands.add_parser("peft", help="write the adapters in peft's format")
-    peft.set_defaults(act=lambda given: write_peft(given.run, given.out, trust=given.trust))
+    peft.set_defaults(act=lambda arguments: write_peft(arguments.run, arguments.out, trust=arguments.trust))
     for command, out_help in ((merge, out), (peft, "a new folder, for PeftModel.from_pretrained")):
         command.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one step-... folder in it")
         command.add_argument("out", type=Path, metavar="OUT", help=out_help)
@@ -61,7 +63,7 @@ def _load_trained(path: Path, out: Path, trust: bool) -> tuple[Task, ModelSectio
     saved = read_saved_model(contents.resolve(path), trust=trust)
     base = saved.manifest.values.get(BASE)
     if not isinstance(base, dict) or "rank" not in base.get("adapter", {}):
-        raise InputError(f"{saved.folder} holds no adapters of model.lora; use python -m mpitrain.checkpoint export")
+        raise InputError(f"{saved.folder} contains no adapters of model.lora; use python -m mpitrain.checkpoint export")
     return saved.load(), saved.section
 
 
@@ -79,7 +81,7 @@ def write_merged(run: Path, out: Path, *, trust: bool = False) -> str:
     task, section = _load_trained(run, out, trust)
     folder = section.factory.startswith(PREFIX) and not out.suffix
     if not folder and out.suffix not in (".safetensors", ".pt"):
-        raise InputError(f"{out}: what to write is told by its ending; use .safetensors or .pt, or for hf: a folder")
+        raise InputError(f"{out}: unknown file ending; use .safetensors or .pt, or a folder for an hf: model")
     layers = adapted_layers(task.module)
     added = {f"{name}.{key}" for name in layers for key in ("lora_a", "lora_b")}
     state = {name: tensor for name, tensor in task.module.state_dict().items() if name not in added}

@@ -12,7 +12,7 @@ _ELSEWHERE = {
     "collectives --quick": "python -m mpitrain.doctor --check",
     "collectives --tune": "python -m mpitrain.doctor --tune",
 }
-_USAGE = "The benchmarks are in the folder benchmarks/ of the sources: python -m benchmarks --help, started there.\n"
+_USAGE = "The benchmarks are in the folder benchmarks/ of the source code; run python -m benchmarks --help there.\n"
 
 
 def usage() -> str:
@@ -27,12 +27,12 @@ def replacement_for(words: list[str]) -> str:
         name, *options = old.split()
         if words[:1] == [name] and set(options) <= set(words):
             return new
-    return f"python -m benchmarks {' '.join(words)}, in a folder with the sources"
+    return f"python -m benchmarks {' '.join(words)}, in the folder of the source code"
 
 
 def main() -> int:
     """Raise an InputError that names the replacement."""
-    raise InputError(f"mpitrain.bench is gone; use {replacement_for(sys.argv[1:])}")
+    raise InputError(f"mpitrain.bench was removed; use {replacement_for(sys.argv[1:])}")
 
 
 if __name__ == "__main__":

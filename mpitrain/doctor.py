@@ -1,9 +1,9 @@
-"""`mpirun -n N python -m mpitrain.doctor`: what a support person would ask, with a verdict on each line.
-`python -m mpitrain.doctor --check`: does every collective give what it should, here?
-`python -m mpitrain.doctor --tune`: find the fastest algorithms for this machine, and keep them for later jobs.
-`python -m mpitrain.doctor --clean [--dry-run]`: remove what MPI left here of dead jobs (`comm.job.cleanup`).
+"""`mpirun -n N python -m mpitrain.doctor`: report on the MPI installation and the nodes, with a verdict on each line.
+`python -m mpitrain.doctor --check`: test whether every collective gives correct results on this machine.
+`python -m mpitrain.doctor --tune`: find the fastest algorithms for this machine, and store them for later jobs.
+`python -m mpitrain.doctor --clean [--dry-run]`: remove files that MPI left on this machine when jobs were killed.
 
-Exit code 0 when nothing is wrong enough to stop a job, 1 otherwise.
+The exit code is 1 if a problem would stop a job, and 0 otherwise.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from mpitrain.comm.selection import Setting, describe_rules
 from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, echo
 from mpitrain.monitor.memory import node_memory_bytes
-from mpitrain.speeds.timing import Contender, interleaved
+from mpitrain.speeds.timing import Contender, measure_in_turns
 from mpitrain.storage.disk import SHARED_MEMORY
 from mpitrain.storage.text import counted
 
 OK, WARN, BAD = "ok", "warn", "BAD"
 MIB = 1 << 20
 _CMA = "MPIR_CVAR_CH4_CMA_ENABLE"  # MPICH's setting for messages through process_vm_readv
-_ONE_THREAD = "operations cannot run beside computation; use an MPI with THREAD_MULTIPLE"
+_ONE_THREAD = "operations cannot run during computation; use an MPI with THREAD_MULTIPLE"
 _UNMEASURED = "built-in; measured by python -m mpitrain.doctor --tune"
 _RANKS_SHOWN, _SHOWN = 8, 12  # number of ranks whose devices are listed, and of last characters of a device's identity
 Line = tuple[str, str, str]  # verdict, subject, finding
@@ -74,7 +74,8 @@ def main() -> int:
         for verdict, subject, finding in lines:
             echo(f"{verdict:4}  {subject:16} {finding}")
         bad = sum(verdict == BAD for verdict, _, _ in lines)
-        print(f"{bad} wrong, {sum(v == WARN for v, _, _ in lines)} to look at")
+        warned = sum(verdict == WARN for verdict, _, _ in lines)
+        print(f"{counted(bad, 'error')}, {counted(warned, 'warning')}")
     return EXIT_FAILED if any(verdict == BAD for verdict, _, _ in lines) else EXIT_DONE
 
 
@@ -94,7 +95,8 @@ def software(world: Communicator) -> list[Line]:
     text = f"{world.size} ranks have the same versions"
     if different:
         text = f"ranks {different[:8]} have other versions than rank 0: {seen[different[0]]}"
-    return [*lines, (BAD if different else OK, "same everywhere", text)]
+        text += "; use one environment on all nodes"
+    return [*lines, (BAD if different else OK, "same versions", text)]
 
 
 def placement(world: Communicator) -> list[Line]:
@@ -120,7 +122,7 @@ def placement(world: Communicator) -> list[Line]:
     bound, computing = _range(binding), _range({values[2] for values in everyone})
     hardware_threads = {values[4] for values in everyone}
     more = f" ({_range(hardware_threads)} hardware threads)" if hardware_threads != binding else ""
-    lines.append((OK, "cores", f"each rank may use {bound} of {everyone[0][3]}{more}; threads a rank: {computing}"))
+    lines.append((OK, "cores", f"each rank may use {bound} of {everyone[0][3]}{more}; threads per rank: {computing}"))
     text = "no node has more threads than cores"
     if crowded:
         text = f"{'; '.join(crowded[:4])}: ranks will take turns; set OMP_NUM_THREADS or start fewer ranks"
@@ -137,7 +139,9 @@ def memory(world: Communicator) -> list[Line]:
     total, free = (min(values[0][i] for values in everyone) for i in range(2))
     text, low = f"{free // MIB:,} of {total // MIB:,} MiB free on the smallest node", free < 256 * MIB
     if low:
-        text += ": arenas will be private and slower; mount -o remount,size=50% /dev/shm, containers: --shm-size"
+        text += (
+            ": arenas will be private, which is slower; mount -o remount,size=50% /dev/shm, in containers --shm-size"
+        )
     smallest = f"{min(values[1] for values in everyone) // MIB:,} MiB on the smallest node"
     return [(WARN if low else OK, SHARED_MEMORY, text), (OK, "memory", smallest)]
 
@@ -158,7 +162,7 @@ def devices(world: Communicator) -> list[Line]:
     if len(kinds) > 1:
         without = [rank for rank, values in enumerate(everyone) if values[1] != everyone[0][1]]
         text = f"rank 0 has {kind or 'no accelerator'}, ranks {without[:8]} have another kind or none"
-        return [(BAD, "device", f"{text}; ask for devices for all ranks of the job")]
+        return [(BAD, "device", f"{text}; request the same devices for all ranks of the job")]
     seen = ", ".join(f"{number} x {name}" for name, number in Counter(names).items())
     numbers = _range({len(values[2]) for values in everyone})
     shared = max(Counter((values[0], values[3]) for values in everyone).values())
@@ -171,8 +175,8 @@ def devices(world: Communicator) -> list[Line]:
     ]
     ways = world.device_ways(mine)
     lines += [(OK, "device memory", f"{way.name}: {way.obstacle or _speeds(way)}") for way in ways]
-    alone = "one rank: nothing is carried; start several to see"
-    choice = f"comm.device auto takes {_fastest(ways)}" if ways else alone
+    alone = "one rank sends nothing; start several ranks to see the choice"
+    choice = f"comm.device auto uses {_fastest(ways)}" if ways else alone
     return [*lines, (OK, "device memory", choice)]
 
 
@@ -201,8 +205,8 @@ def reach(world: Communicator) -> list[Line]:
         return [(OK, "ranks of a node", "read each other's memory directly")]
     forbidden = "the system forbids reading other processes' memory (process_vm_readv)"
     if "MPICH" in world.library and os.environ.get(_CMA) != "0":  # large messages would fail
-        return [(BAD, "ranks of a node", f"{forbidden}, which this MPI relies on: export {_CMA}=0")]
-    fix = "ordinary tensors are summed through shared memory, slower; containers: --cap-add=SYS_PTRACE"
+        return [(BAD, "ranks of a node", f"{forbidden}, which this MPI needs: export {_CMA}=0")]
+    fix = "other tensors are summed through shared memory, which is slower; in containers use --cap-add=SYS_PTRACE"
     return [(WARN, "ranks of a node", f"{forbidden}: {fix}")]
 
 
@@ -222,7 +226,7 @@ def speed(world: Communicator) -> list[Line]:
     arena = world.arena(MIB)  # 4 MiB of fp32
     reduce = partial(world.all_reduce, arena.tensor)
     calls = {name: Contender(partial(reduce, algorithm=name), single=True) for name in ("mpi", "auto")}
-    library, ours = (times.best for times in interleaved(world, calls, repeats=5).values())
+    library, ours = (times.best for times in measure_in_turns(world, calls, repeats=5).values())
     arena.free()
     verdict = OK if ours < 1.5 * library else WARN
     lines.append((verdict, "all_reduce", f"4 MiB: {ours * 1e3:.2f} ms, the MPI library's own {library * 1e3:.2f} ms"))

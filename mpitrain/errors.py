@@ -115,7 +115,7 @@ def refusing(what: str, fix: str, *, agreed: bool = False) -> Iterator[None]:
     except (OSError, MpitrainError):
         raise
     except MemoryError:
-        raise InputError(f"{what} (it asks for more memory than there is); {fix}", agreed=agreed) from None
+        raise InputError(f"{what} (it needs more memory than there is); {fix}", agreed=agreed) from None
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"{what} ({printable(reason)}); {fix}", agreed=agreed) from None
@@ -129,7 +129,7 @@ def exit_code_of(act: Callable[[], int]) -> int:
         print(f"error: {message_of(error)}", file=sys.stderr)
         return error.exit_code
     except MemoryError:
-        print("error: there is not enough memory for this; use a machine with more, or smaller input", file=sys.stderr)
+        print("error: there is not enough memory; use a machine with more, or smaller input", file=sys.stderr)
         return EXIT_FAILED
     except OSError as error:
         print(f"error: {printable(error.filename or 'a file')}: {error.strerror or error}", file=sys.stderr)

@@ -58,7 +58,7 @@ def require_same_model(section: Mapping[str, Any], saved: Mapping[str, Any], fol
         if mine != theirs:
             settings = folder.parent.parent / CONFIG
             how = fix or (f"train with {settings}" if settings.exists() else f"set model.{key} to {theirs}")
-            raise refusal(f"{folder} is of a model with {key} {theirs}, and model.{key} is {mine}; {how}")
+            raise refusal(f"{folder} is from a model with {key} {theirs}, but model.{key} is {mine}; {how}")
 
 
 TASK = "task"  # key of a manifest's value that describes the model
@@ -166,12 +166,12 @@ def build_task(section: ModelSection, description: Description) -> Task:
         raise InputError(f"model.base: {error}") from None
     if isinstance(saved.manifest.values.get(BASE), dict):
         raise InputError(
-            f"model.base {folder} holds adapters alone; have python -m mpitrain.adapters merge and python -m "
-            "mpitrain.checkpoint import make a run of the whole model"
+            f"model.base {folder} contains only adapters; merge them with python -m mpitrain.adapters merge, and "
+            "make a run of the result with python -m mpitrain.checkpoint import"
         )
     base_values = saved.section.model_dump()
     require_same_model(
-        section.model_dump(), base_values, folder, f"leave the keys of [model] out that {section.base} has"
+        section.model_dump(), base_values, folder, f"remove the keys of [model] that {section.base} sets"
     )
     sizes = {
         "vocabulary": base_values["vocabulary"] or saved.description.vocabulary or 0,
@@ -272,7 +272,9 @@ def candidates(path: str | Path, *, best: bool = False) -> list[Path]:
     if best:
         return [marked_best(path)]
     if (path / CONFIG).is_file() and not find(path):
-        raise InputError(f"run {path} has no checkpoint yet; wait for its first (checkpoint.every), or give another")
+        raise InputError(
+            f"run {path} has no checkpoint yet; wait for the first one (checkpoint.every), or use another run"
+        )
     return require(path)
 
 
@@ -297,7 +299,7 @@ def first_complete(
             first = first or error
             continue
         if first is not None:
-            warn(f"an older checkpoint was taken, {folder}: {first}")
+            warn(f"an older checkpoint is used, {folder}: {first}")
         return result
     assert first is not None
     raise first
@@ -333,7 +335,7 @@ def _read_description(folder: Path, manifest: Manifest) -> tuple[ModelSection, D
         values = {name: value for name, value in data.items() if name in known}
         description = Description(**values | {"split": TRAIN, "samples": 0, "identity": identity})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{folder}: its manifest's value {TASK!r} is none of ours ({error})") from None
+        raise CheckpointError(f"{folder}: its manifest's value {TASK!r} is not valid ({error})") from None
     return Config.from_dict({"model": model}, str(folder)).model, description
 
 
@@ -342,14 +344,14 @@ def _description_of_run(folder: Path) -> tuple[ModelSection, Description]:
     settings = run_of(folder) / CONFIG
     if not settings.is_file():
         raise InputError(
-            f"{folder} says nothing of its model, and there is no {settings}; build the model yourself and use "
+            f"{folder} does not describe its model, and there is no {settings}; build the model yourself and use "
             "mpitrain.loading.load_weights(model, PATH)"
         )
     config = Config.from_args([str(settings)])
     try:
         data = open_dataset(config.data.path, sequence=config.model.sequence)
     except InputError as error:
-        raise InputError(f"{folder} does not say what its model was trained on, and {error}") from None
+        raise InputError(f"{folder} does not describe the data of its training, and {error}") from None
     data.close()
     return config.model, data.description
 
@@ -401,8 +403,8 @@ def _require_known(module: nn.Module, folder: Path, manifest: Manifest) -> None:
     lacking = sorted(name for name in manifest.tensors if name.startswith(MODEL) and name not in known)
     if lacking:
         raise CheckpointError(
-            f"{folder} holds {lacking[0].removeprefix(MODEL)}, which {type(module).__name__} lacks "
-            f"({len(lacking)} of {len(manifest.tensors)} tensors); give the code or the settings that it was trained by"
+            f"{folder} has {lacking[0].removeprefix(MODEL)}, which {type(module).__name__} does not have "
+            f"({len(lacking)} of {len(manifest.tensors)} tensors); use the code and the settings of its training"
         )
 
 

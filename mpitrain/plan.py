@@ -21,9 +21,9 @@ from mpitrain.parallel.costs import ModelProfile
 from mpitrain.parallel.layouts import ParallelLayout
 from mpitrain.parallel.rules import LayoutRules, rules_of
 from mpitrain.pipe.draw import figure_file
-from mpitrain.planner.machine import MachineProfile, given_machines, read_machine, size_of
+from mpitrain.planner.machine import MachineProfile, read_machine, ready_made_machines, size_of
 from mpitrain.planner.predictor import Predictor
-from mpitrain.planner.report import HEAD, Point, details, nothing_fits, picture, refused, report, row
+from mpitrain.planner.report import HEAD, Point, details, excess_text, nothing_fits, picture, report, row
 from mpitrain.planner.search import COUNT, SIMULATED, best, excess_of
 from mpitrain.planner.subject import description_of
 from mpitrain.storage.disk import reporting, write_whole
@@ -61,40 +61,40 @@ def _plan(argv: Sequence[str]) -> int:
     rules = rules_of(config)
     nodes, each, ranks = options.nodes, options.ranks_per_node, sorted(set(options.scale))
     if wrong := [count for count in ranks if count % each]:
-        raise refusal(f"--scale {wrong[0]}: {each} ranks a node do not make {wrong[0]}; give multiples of {each}")
+        raise refusal(f"--scale {wrong[0]} is not a multiple of the {each} ranks per node; use multiples of {each}")
     if ranks and (options.explain or nodes != 1):
-        raise refusal("--scale goes through numbers of ranks itself; leave out --nodes and --explain")
-    asked = layouts.read(options.explain) if options.explain not in ("", OWN) else None
+        raise refusal("--scale sets the number of nodes and shows the best layouts; remove --nodes and --explain")
+    explained = layouts.read(options.explain) if options.explain not in ("", OWN) else None
     out = Path(options.out or "plan.toml") if options.out or not (options.explain or ranks) else None
     if out is not None and any(Path(word) == out for word in rest if not word.startswith("-")):
-        raise refusal(f"--out {out} is the configuration that is planned for; give another file")
+        raise refusal(f"--out {out} would overwrite the configuration that is read; use another file")
     from mpitrain.planner.profile import profile_of  # its imports take seconds
 
     if not options.machine and not Path(MACHINE).is_file():
         raise refusal(
-            f"there is no {MACHINE} here; give --machine one of {', '.join(given_machines())} or a file, or measure "
-            "one with python -m mpitrain.plan --measure"
+            f"there is no {MACHINE} in this folder; use --machine with one of {', '.join(ready_made_machines())} or a "
+            "file, or measure this machine with python -m mpitrain.plan --measure"
         )
     machine = read_machine(options.machine or MACHINE)
     like_here = machine.origin.startswith("measured") and machine.device is None
     measure = options.measured or (like_here and not options.counted)
     model = profile_of(config, description_of(config), machine, measure=measure, ranks_per_node=each)
     if ranks:
-        scaled(options, model, machine, rules, out)
+        print_scaling(options, model, machine, rules, out)
         return EXIT_DONE
     predictor = Predictor(model, machine, nodes, each, options.memory, bucket_mb=config.comm.bucket_mb)
     if options.explain:
-        chosen = asked or layouts.layout_of(config, nodes * each, model.blocks(1))
+        chosen = explained or layouts.layout_of(config, nodes * each, model.blocks(1))
         text = details(predictor.predict(chosen), predictor.room())  # raises InputError if it is impossible
         if (excess := excess_of(predictor, chosen)) is not None:
-            text += f"\n\ndoes not fit:\n{refused([excess])}"
+            text += f"\n\ndoes not fit:\n{excess_text([excess])}"
         print(text)
     else:
         plan = best(predictor, rules, options.top, seconds=options.seconds)
         print(report(plan, f"{nodes * each:,} ranks on {nodes:,} x {machine.name} ({machine.origin})"))
-        if not plan.found:
-            raise refusal(f"{nothing_fits(plan)}; take more nodes or a smaller model")
-        chosen = plan.found[0].layout
+        if not plan.predictions:
+            raise refusal(f"{nothing_fits(plan)}; use more nodes or a smaller model")
+        chosen = plan.predictions[0].layout
     if out is not None:
         write(config, chosen, out)
         launcher = f"mpirun -n {each}" if nodes == 1 else f"srun --nodes {nodes} --ntasks-per-node {each}"
@@ -102,7 +102,7 @@ def _plan(argv: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def scaled(
+def print_scaling(
     options: argparse.Namespace, model: ModelProfile, machine: MachineProfile, rules: LayoutRules, out: Path | None
 ) -> None:
     """Print the best layouts for several numbers of nodes, and draw them. Raises InputError if that is impossible.
@@ -122,7 +122,7 @@ def scaled(
             larger = copy(model)
             larger.batch = model.batch * count // nodes[0] if weak else model.batch
             predictor = Predictor(larger, machine, count, options.ranks_per_node, options.memory)
-            plans = best(predictor, rules, 1, seconds=options.seconds).found
+            plans = best(predictor, rules, 1, seconds=options.seconds).predictions
             points.append((predictor.ranks, plans[0] if plans else None))
             print(row(points), flush=True)
         print()
@@ -147,7 +147,7 @@ def write(config: Config, layout: ParallelLayout, out: Path) -> None:
     for section, settings in layouts.settings(layout).items():
         values[section].update(settings)
     values["parallel"]["auto"] = False
-    with reporting(f"--out {out} cannot be written", "give another file"):
+    with reporting(f"--out {out} cannot be written", "use another file"):
         write_whole(out, f"# {layouts.text(layout)}\n{Config.from_dict(values, 'plan').to_toml()}")
 
 
@@ -167,8 +167,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         "plan",
         usage="%(prog)s [CONFIG.toml] [--section.key value]... --nodes N --ranks-per-node N [options]\n"
-        "       %(prog)s --measure [--help]: the speeds of this machine",
-        description="Which layouts are fastest on so many nodes, how long a step takes and how much memory.",
+        "       %(prog)s --measure [--help]: measure the speeds of this machine",
+        description="Find the fastest layouts for a number of nodes, and predict their step time and memory.",
         epilog=f"layouts:\n{notes}\nkeys of the configuration: python -m mpitrain.train --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -176,19 +176,35 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--nodes", type=positive_integer, default=1, metavar="N", help="nodes of the job [1]")
     add("--ranks-per-node", type=positive_integer, required=True, metavar="N", help="ranks on each node")
-    names = ", ".join(given_machines())
-    add("--machine", default="", metavar="FILE[,FILE]|NAME", help=f"profile: files or {names} [{MACHINE}]")
+    names = ", ".join(ready_made_machines())
+    add("--machine", default="", metavar="FILE[,FILE]|NAME", help=f"machine profile: files or {names} [{MACHINE}]")
     memory = partial(size_of, option="--memory")
-    add("--memory", type=memory, metavar="SIZE", help="that a rank may take, as 32GiB [its part of the node's]")
+    add(
+        "--memory",
+        type=memory,
+        metavar="SIZE",
+        help="memory that a rank may use, such as 32GiB [its share of the node's]",
+    )
     ways = parser.add_mutually_exclusive_group()
-    ways.add_argument("--measured", action="store_true", help="time each block here [for a measured CPU profile]")
-    ways.add_argument("--counted", action="store_true", help="count operations and bytes [for all others]")
-    add("--explain", default="", metavar="LAYOUT", help=f"tell about this one alone; {OWN}: the configuration's own")
-    counts = "numbers of ranks: how the best layouts go with them"
+    ways.add_argument(
+        "--measured",
+        action="store_true",
+        help="measure each block's time here [default if --machine is a measured CPU profile]",
+    )
+    ways.add_argument(
+        "--counted", action="store_true", help="estimate times from operations and bytes [default otherwise]"
+    )
+    add(
+        "--explain",
+        default="",
+        metavar="LAYOUT",
+        help=f"describe only this layout; {OWN} means the configuration's own layout",
+    )
+    counts = "show the best layout for each of these numbers of ranks"
     add("--scale", type=_rank_counts, default=[], metavar="N,N...", help=counts)
-    early = f"end the search early, whose answer then depends on the load here [{SIMULATED} simulations]"
+    early = f"end the search after S seconds; the result then depends on this machine's load [{SIMULATED} simulations]"
     add("--seconds", type=_seconds, default=float("inf"), metavar="S", help=early)
-    add("--top", type=positive_integer, default=COUNT, metavar="K", help=f"how many layouts are told [{COUNT}]")
+    add("--top", type=positive_integer, default=COUNT, metavar="K", help=f"number of layouts to show [{COUNT}]")
     out = "file for the best layout's configuration [plan.toml]; with --scale, for a picture"
     add("--out", default="", metavar="FILE", help=out)
     return parser

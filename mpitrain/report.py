@@ -40,31 +40,31 @@ def main(argv: list[str] | None = None) -> int:
 def _of_runs() -> tuple[argparse.ArgumentParser, Run]:
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
-        description="What runs did, in a few lines or as a page of charts.",
+        description="Report what runs did, as a few lines of text or as a page of charts.",
         epilog=f"{_PROGRAM} schedule --help and {_PROGRAM} timeline --help describe pipeline schedules and timelines.",
     )
     add = parser.add_argument
     add("--version", action="version", version=VERSION)
-    runs = "run folders, several to compare; or the word schedule or timeline"
+    runs = "run folder, or several to compare; or the word schedule or timeline"
     add("runs", type=Path, nargs="+", metavar="RUN", help=runs)
     add("--out", type=Path, metavar="FILE.html", help="write a page of charts, in one file")
     add("--png", type=Path, metavar="DIR", help="write each chart as a picture into this folder")
-    add("--watch", action="store_true", help="show a run while it goes on, until it ends")
-    add("--once", action="store_true", help="show what --watch would show now, and end")
+    add("--watch", action="store_true", help="show a run while it trains, until it ends")
+    add("--once", action="store_true", help="show the state of the run once, and exit")
     return parser, _report
 
 
 def _of_schedules() -> tuple[argparse.ArgumentParser, Run]:
     from mpitrain.pipe import draw
 
-    about = "Show what a schedule would do, in text or as a picture."
+    about = "Show the steps of a pipeline schedule, as text or as a picture."
     parser = argparse.ArgumentParser(prog=f"{_PROGRAM} schedule", description=about)
     draw.add_arguments(parser)
     return parser, draw.run
 
 
 def _of_timelines() -> tuple[argparse.ArgumentParser, Run]:
-    about = "Make the timelines of a run again from what its ranks recorded."
+    about = "Make the timelines of a run again from the recordings of its ranks."
     parser = argparse.ArgumentParser(prog=f"{_PROGRAM} timeline", description=about)
     parser.add_argument("run", type=Path, help="run folder, or one of RUN/timeline/")
     return parser, _merge_timelines
@@ -77,7 +77,9 @@ def _report(arguments: argparse.Namespace) -> int | None:
         from mpitrain.monitor.watch import run
 
         if len(folders) > 1 or arguments.out or arguments.png:
-            raise InputError("--watch and --once show one run, and write nothing; give one run folder alone")
+            raise InputError(
+                "--watch and --once show one run and write no file; use them with one run folder and no option"
+            )
         return run(folders[0], once=arguments.once)
     if len(folders) == 1 and not (arguments.out or arguments.png):
         from mpitrain.monitor.run_files import summary
@@ -85,7 +87,7 @@ def _report(arguments: argparse.Namespace) -> int | None:
         echo(summary(folders[0]))
         return None
     from mpitrain.monitor.report.findings import (
-        Named,
+        NamedRun,
         comparison,
         short_names,
     )  # imports NumPy, which a summary does not need
@@ -97,11 +99,11 @@ def _report(arguments: argparse.Namespace) -> int | None:
             import vl_convert  # noqa: F401
         except ImportError as error:
             raise InputError(
-                f'charts need a package that is not there ({error}); pip install "mpitrain[monitor]", '
-                "or leave --out and --png out for the text"
+                f'charts need a package that is not installed ({error}); pip install "mpitrain[monitor]", '
+                "or omit --out and --png to get text"
             ) from None
         from mpitrain.monitor.report.page import write_page, write_pictures
-    runs = [Named(name, read_run(folder)) for name, folder in zip(short_names(folders), folders, strict=True)]
+    runs = [NamedRun(name, read_run(folder)) for name, folder in zip(short_names(folders), folders, strict=True)]
     if arguments.out:
         size = write_page(runs, arguments.out)
         echo(f"page: {arguments.out} ({size / 1e6:.1f} MB; opens in a browser, without a network)")
@@ -113,13 +115,13 @@ def _report(arguments: argparse.Namespace) -> int | None:
 
 
 def _merge_timelines(arguments: argparse.Namespace) -> None:
-    from mpitrain.monitor.timeline.merging import merge, recordings, told
+    from mpitrain.monitor.timeline.merging import describe, merge, recordings
 
     folders = recordings(arguments.run)
     if not folders:
         raise InputError(f'{arguments.run} has no timeline; record one with monitor.timeline = "A:B"')
     for folder in folders:
-        echo(*told(merge(folder)))
+        echo(*describe(merge(folder)))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ def one_by_one(ranks: int, microbatches: int, chunks: int) -> Schedule:
 
 # a kind of input: lines of numbers, the last of which is a class
 def lines_of_numbers() -> Kind:
-    def source(found, options) -> Source:
-        rows = np.loadtxt([line for one in found for line in one.path.read_text().splitlines()])
+    def source(files, options) -> Source:
+        rows = np.loadtxt([line for file in files for line in file.path.read_text().splitlines()])
         x, y = rows[:, :-1].astype(np.float32), rows[:, -1].astype(np.uint8)
         fields = (
             FieldSpec(name="x", dtype="float32", shape=x.shape[1:], given="float"),
@@ -38,7 +38,7 @@ def lines_of_numbers() -> Kind:
             if train_rows < len(x):
                 yield "held_out", (x[train_rows:], y[train_rows:])
 
-        return Source("arrays", fields, blocks, files=len(found))
+        return Source("arrays", fields, blocks, files=len(files))
 
     return Kind("lines of numbers", lambda path: path.suffix == ".numbers", source, None)
 

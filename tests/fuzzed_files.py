@@ -39,13 +39,13 @@ from mpitrain.data.shards import verify
 from mpitrain.errors import InputError
 from mpitrain.inference.prompts import read_prompts
 from mpitrain.monitor import read_events, read_metrics
-from mpitrain.monitor.report.findings import Named, comparison, findings
+from mpitrain.monitor.report.findings import NamedRun, comparison, findings
 from mpitrain.monitor.report.reading import read_run
 from mpitrain.monitor.run_files import summary
-from mpitrain.monitor.timeline.merging import merge, told
+from mpitrain.monitor.timeline.merging import describe, merge
 from mpitrain.monitor.timeline.spans import write_rank
 from mpitrain.monitor.watch import frame, line
-from mpitrain.monitor.watched import Watched
+from mpitrain.monitor.watched import WatchedRun
 from mpitrain.planner.machine import read_machine
 
 ODD = (
@@ -179,8 +179,8 @@ def _each(*reads: Callable[[], Any]) -> list[str]:
 
 
 def _watch(folder: Path) -> str:
-    watched, console = Watched(folder / "run"), Console(file=io.StringIO(), width=100)
-    watched.look()
+    watched, console = WatchedRun(folder / "run"), Console(file=io.StringIO(), width=100)
+    watched.read()
     for plain in (False, True):
         console.print(frame(watched, 100, plain=plain))
     return line(watched)
@@ -188,12 +188,11 @@ def _watch(folder: Path) -> str:
 
 def _read_run(folder: Path) -> list[str]:
     def report() -> str:
-        from mpitrain.monitor.report.page import _facts, _top
+        from mpitrain.monitor.report.page import _facts, _header
 
         run = read_run(folder / "run")
-        return comparison([Named("a", run), Named("b", run)]) + str(findings(run)) + _top([Named("a", run)]) + _facts(
-            [Named("a", run)]
-        )  # fmt: skip
+        runs = [NamedRun("a", run), NamedRun("b", run)]
+        return comparison(runs) + str(findings(run)) + _header(runs[:1]) + _facts(runs[:1])
 
     run = folder / "run"
     return _each(
@@ -210,7 +209,7 @@ def _timeline(folder: Path) -> list[Path]:
 
 def _read_timeline(folder: Path) -> list[str]:
     with without_pictures():
-        return told(merge(folder))
+        return describe(merge(folder))
 
 
 def _dataset(folder: Path) -> list[Path]:

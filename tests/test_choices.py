@@ -23,14 +23,14 @@ from mpitrain.pipe.schedule import SCHEDULES
 from mpitrain.trainer.trainer import STRATEGIES
 
 
-def test_every_model_every_depth_every_schedule_and_every_precision_is_implemented():
+def test_every_model_depth_schedule_and_precision_is_implemented():
     assert list(MODELS) == list(get_args(choices.Model))
     assert tuple(STAGES) == choices.RESNET_LAYERS
     assert list(SCHEDULES) == list(get_args(choices.PipelineSchedule))
     assert list(DTYPES) == list(get_args(choices.Precision))
 
 
-def test_every_augmentation_changes_images_in_a_way_of_its_own():
+def test_every_augmentation_changes_images_differently():
     x, ids = torch.rand(64, 3, 9, 9), np.arange(64)
     augmented = [Augment((name,), 2, seed=1)(x, ids, ids * 0) for name in get_args(choices.Augmentation)]
     assert all(not torch.equal(one, other) for one, other in zip(augmented, [*augmented[1:], x], strict=True))
@@ -40,11 +40,11 @@ def test_every_mode_has_a_strategy():
     assert set(STRATEGIES) <= set(get_args(choices.Mode))
 
 
-def test_every_way_to_carry_device_memory_is_known():
+def test_every_transport_of_device_memory_is_known():
     assert list(WAYS) == ["auto", *get_args(choices.DeviceWay)]
 
 
-def test_every_decay_of_the_learning_rate_is_a_curve_of_its_own():
+def test_every_learning_rate_decay_is_a_different_curve():
     kinds = get_args(choices.Decay)
     assert list(DECAYS) == list(kinds)
     curves = {tuple(LearningRate(kind, 1.0, steps=9).rate(step) for step in range(9)) for kind in kinds}
@@ -52,7 +52,7 @@ def test_every_decay_of_the_learning_rate_is_a_curve_of_its_own():
     assert list(CYCLES) == list(get_args(choices.Cycle))
 
 
-def test_every_compression_is_made_by_its_name_and_no_other_one_is_there():
+def test_every_compression_is_listed_and_implemented():
     for name in get_args(choices.Compression):
         assert compression.from_name(name).name == name
     with pytest.raises(InputError) as caught:
@@ -61,7 +61,7 @@ def test_every_compression_is_made_by_its_name_and_no_other_one_is_there():
 
 
 @pytest.mark.ranks(1, 2)
-def test_every_all_reduce_algorithm_sums_and_no_other_one_is_there(world):
+def test_every_all_reduce_algorithm_is_listed_and_sums(world):
     for name in get_args(choices.AllReduce):
         x = torch.full((100,), float(world.rank + 1))
         world.all_reduce(x, algorithm=name)

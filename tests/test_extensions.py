@@ -25,7 +25,7 @@ def fit(world, config, callbacks=()):
 
 
 @pytest.mark.ranks(2)
-def test_data_optimizer_schedule_and_callback_of_ones_own_train_a_model(world, folder):
+def test_user_defined_data_optimizer_schedule_and_callback_train_a_model(world, folder):
     if world.rank == 0:
         extensions.write_numbers(folder / "points.numbers")
         arguments = [str(folder / "points.numbers"), "--out", str(folder / "points"), "--held-out", "0.25"]
@@ -56,18 +56,18 @@ def test_data_optimizer_schedule_and_callback_of_ones_own_train_a_model(world, f
     assert losses[0] == pytest.approx(first_losses[0], rel=1e-5) and losses[-1] < losses[0]
 
 
-def test_the_schedule_is_proved_like_any_other():
+def test_the_user_defined_schedule_is_verified():
     for ranks in (1, 2, 4):
         for microbatches in (1, 3, 8):
             verify(with_messages(extensions.one_by_one(ranks, microbatches, 1)))
 
 
-def test_each_of_them_takes_less_than_thirty_lines():
+def test_each_extension_takes_less_than_thirty_lines():
     for extension in (extensions.one_by_one, extensions.lines_of_numbers, extensions.SignDescent, extensions.Best):
         assert len(inspect.getsource(extension).splitlines()) < 30
 
 
-def test_what_is_not_there_is_one_line(tmp_path, forked):
+def test_a_missing_extension_is_refused_in_one_line(tmp_path, forked):
     with pytest.raises(InputError, match=r"parallel.schedule extensions:nothing: .* has no function 'nothing'"):
         make_schedule("extensions:nothing", 2, 2)
     arguments = ("--optim.name", "extensions:nothing", "--run.dir", "r")

@@ -26,7 +26,7 @@ from mpitrain.data.prepare import PrepareOptions, prepare
 from mpitrain.errors import MpitrainError, message_of
 from mpitrain.monitor.report.reading import read_run
 from mpitrain.monitor.run_files import summary
-from mpitrain.monitor.watched import Watched
+from mpitrain.monitor.watched import WatchedRun
 from mpitrain.storage.disk import read_plain
 
 SECONDS, MEMORY = 2, 512 << 20
@@ -89,20 +89,20 @@ def run(folder: Path, cases: int, names) -> dict[str, str]:
     return problems
 
 
-def told(problems):
+def list_problems(problems):
     return "\n\n".join(f"{case}: {text}" for case, text in list(problems.items())[:12])
 
 
 def test_damaged_files_of_every_kind_are_refused_in_one_line_or_read(tmp_path):
     problems = run(tmp_path, 104, KINDS)
-    assert not problems, f"{len(problems)} of 104:\n{told(problems)}"
+    assert not problems, f"{len(problems)} of 104:\n{list_problems(problems)}"
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(600)
 def test_two_thousand_damaged_files_are_refused_in_one_line_or_read(tmp_path):
     problems = run(tmp_path, 2000, KINDS)
-    assert not problems, f"{len(problems)} of 2,000:\n{told(problems)}"
+    assert not problems, f"{len(problems)} of 2,000:\n{list_problems(problems)}"
 
 
 MIB = 1 << 20
@@ -196,14 +196,14 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("case", BOMBS)
-def test_a_small_file_takes_neither_memory_nor_time(tmp_path, case):
+def test_a_small_file_cannot_use_much_memory_or_time(tmp_path, case):
     r"""Check that each file is refused: none reads as "\0"."""
     assert not outcome(BOMBS[case], tmp_path, "\0")
 
 
-def test_the_view_of_a_run_and_small_files_do_not_grow_with_what_could_be_there(tmp_path):
+def test_reading_endless_metrics_and_small_files_uses_little_memory(tmp_path):
     def watch(folder):
-        watched = Watched(folder)
+        watched = WatchedRun(folder)
         for _ in range(3):
             watched.look()
         return watched.step, watched.steps.damaged

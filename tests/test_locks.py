@@ -44,7 +44,7 @@ def _hold(path, then):
     return process
 
 
-def test_a_lease_is_held_by_one_process_and_given_back(lock):
+def test_a_lease_is_held_by_one_process_and_released(lock):
     first = locks.take(lock)
     with pytest.raises(locks.LockHeld):
         locks.take(lock)
@@ -70,7 +70,7 @@ def test_a_lease_is_held_by_one_process_and_given_back(lock):
         holder.communicate()
 
 
-def test_a_lease_of_a_process_that_is_known_to_be_dead_is_taken_over_at_once(lock, monkeypatch):
+def test_a_lease_of_a_dead_process_is_taken_over_at_once(lock, monkeypatch):
     monkeypatch.setattr(locks, "STALE", 60.0)
     process = _hold(lock, "import os; os._exit(1)")
     process.communicate()

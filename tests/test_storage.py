@@ -24,7 +24,7 @@ def descriptor(tmp_path):
     os.close(opened)
 
 
-def test_requests_that_the_system_meets_in_parts_are_met_whole(descriptor, monkeypatch):
+def test_partial_reads_and_writes_are_completed(descriptor, monkeypatch):
     pwrite, preadv = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, data[:3], offset))
     monkeypatch.setattr(os, "preadv", lambda file, into, offset: preadv(file, [into[0][:2]], offset))
@@ -39,7 +39,7 @@ def test_requests_that_the_system_meets_in_parts_are_met_whole(descriptor, monke
 
 @pytest.mark.parametrize("pieces", [[23], [1] * 23, [5, 5, 13], [0, 4, 1, 18]])
 @pytest.mark.parametrize("length", [1, 5, 23, 100])
-def test_the_hashes_of_extents_do_not_depend_on_the_pieces_they_come_in(pieces, length):
+def test_extent_hashes_do_not_depend_on_the_pieces(pieces, length):
     rows = np.random.default_rng(0).integers(0, 255, (23, 3, 2), dtype=np.uint16)
     by_rows, by_bytes = ExtentHasher(length), ExtentHasher(length * 12)
     done = 0
@@ -52,7 +52,7 @@ def test_the_hashes_of_extents_do_not_depend_on_the_pieces_they_come_in(pieces, 
     assert ExtentHasher(length).hashes() == []
 
 
-def test_bytes_at_the_offset_that_hdf5_gives_are_the_data_sets(tmp_path):
+def test_hdf5_offsets_point_to_the_data_sets(tmp_path):
     path, values = tmp_path / "file.h5", np.arange(1000, dtype="<i8")
     with h5py.File(path, "w", libver=VERSIONS) as file:
         space, kind = h5py.h5s.create_simple(values.shape), h5py.h5t.py_create(values.dtype)
@@ -65,7 +65,7 @@ def test_bytes_at_the_offset_that_hdf5_gives_are_the_data_sets(tmp_path):
         assert (file["x"][...] == values).all()
 
 
-def test_only_what_is_unfinished_or_known_as_ours_is_a_leftover(tmp_path):
+def test_only_unfinished_or_recognized_folders_are_leftovers(tmp_path):
     for name in ("a.tmp-1", "b.tmp-1", "c.tmp-1", "d.tmp-1", "e"):
         begin_folder(tmp_path / name)
     for name in ("b.tmp-1", "c.tmp-1"):
@@ -77,7 +77,7 @@ def test_only_what_is_unfinished_or_known_as_ours_is_a_leftover(tmp_path):
     assert sorted(path.name for path in removable) == ["a.tmp-1", "c.tmp-1", "d.tmp-1"]
 
 
-def test_a_folder_gets_its_name_when_it_is_filled_and_is_gone_where_that_fails(tmp_path):
+def test_a_folder_is_named_when_complete_and_removed_on_failure(tmp_path):
     with new_folder(tmp_path / "whole") as folder:
         (folder / "file").write_text("content")
         assert os.listdir(tmp_path) == [folder.name] != ["whole"]
@@ -89,7 +89,7 @@ def test_a_folder_gets_its_name_when_it_is_filled_and_is_gone_where_that_fails(t
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_a_file_is_replaced_by_a_new_version_under_a_given_name(tmp_path, durable, monkeypatch):
+def test_replacing_uses_the_given_temporary_name(tmp_path, durable, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(file))
     (tmp_path / "file").write_text("old")
@@ -100,7 +100,7 @@ def test_a_file_is_replaced_by_a_new_version_under_a_given_name(tmp_path, durabl
     assert len(synced) == durable
 
 
-def test_sizes_and_times_have_three_digits_and_the_unit_that_suits():
+def test_sizes_and_times_have_three_digits_and_a_suitable_unit():
     sizes = {0: "0 bytes", 1023: "1023 bytes", 1024: "1 KiB", 1536: "1.5 KiB", 1000 << 10: "1000 KiB", 1 << 20: "1 MiB"}
     sizes |= {(1 << 30) - 1: "1 GiB", 5000 << 40: "5000 TiB"}
     assert {nbytes: bytes_text(nbytes) for nbytes in sizes} == sizes
@@ -109,7 +109,7 @@ def test_sizes_and_times_have_three_digits_and_the_unit_that_suits():
     assert [number_text(1.23456), number_text(None), number_text(2.0, ".4f")] == ["1.235", "not finite", "2.0000"]
 
 
-def test_proc_tells_of_processes_that_are_there_and_nothing_of_others(monkeypatch, tmp_path):
+def test_proc_reports_only_existing_processes(monkeypatch, tmp_path):
     child = subprocess.Popen(["sleep", "60"])
     assert child.pid in proc.processes()
     started = proc.start_of(child.pid)

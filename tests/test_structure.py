@@ -28,7 +28,7 @@ def trees() -> list[tuple[Path, ast.Module]]:
     return [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
 
 
-def test_arrows_between_rooms_point_one_way():
+def test_import_contracts_between_rooms_hold():
     """Check the contracts in setup.cfg, [importlinter:...]."""
     done = subprocess.run(
         [Path(sys.executable).with_name("lint-imports"), "--no-cache"],
@@ -40,13 +40,13 @@ def test_arrows_between_rooms_point_one_way():
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
-def test_the_picture_of_the_rooms_shows_those_there_are():
+def test_the_picture_of_the_rooms_is_current():
     """Compare the picture with the one that docs/rooms.py draws from the contracts."""
     drawn = runpy.run_path(str(ROOT / "docs/rooms.py"))["drawn"]()
     assert (ROOT / "docs/rooms.svg").read_text(encoding="utf-8") == drawn, "run python docs/rooms.py"
 
 
-def test_no_circle_of_files():
+def test_there_are_no_circular_imports():
     """Check imports at module level, those for type annotations included. Imports inside functions do not count."""
     imports = {name: set(_imports(path, tree)) for path, tree in trees() for name in [_module(path)]}
     remaining = dict(imports)
@@ -56,7 +56,7 @@ def test_no_circle_of_files():
     assert not remaining, f"circles among {sorted(remaining)}"
 
 
-def test_every_file_and_function_is_read_in_one_sitting():
+def test_every_file_and_function_is_short():
     long = [f"{p.relative_to(ROOT)}: {n} lines" for p, _ in trees() if (n := _lines(p)) > LINES]
     for path, tree in trees():
         for node in ast.walk(tree):
@@ -67,14 +67,14 @@ def test_every_file_and_function_is_read_in_one_sitting():
     assert not long, "\n".join(long)
 
 
-def test_a_class_name_stands_for_one_class():
+def test_class_names_are_unique():
     names = Counter(
         node.name for _, tree in trees() for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"
     )
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_one_file_knows_kinds_of_devices():
+def test_only_one_file_names_kinds_of_devices():
     places = []
     for path, tree in trees():
         if path.relative_to(ROOT).as_posix() not in KNOWS_KINDS:
@@ -82,7 +82,7 @@ def test_one_file_knows_kinds_of_devices():
     assert not places, "ask mpitrain.comm.memory.device instead:\n" + "\n".join(places)
 
 
-def test_what_asks_for_a_kind_of_device_is_found():
+def test_names_of_device_kinds_are_detected():
     asks = "x.is_cuda", "torch.cuda.synchronize()", "x.device.type == 'xpu'", "x.to('cuda:0')", "import torch.cuda"
     for code in (*asks, "from torch import xpu", "from torch.cuda import Stream", "x.cuda()"):
         assert len(list(_kinds_in(ast.parse(code)))) == 1, code
@@ -140,7 +140,7 @@ WITHOUT_MPI = """
 """
 
 
-def test_ranks_are_asked_for_by_role_not_by_the_name_of_an_axis():
+def test_groups_of_ranks_are_requested_by_role():
     """Check that our code does not use mesh.data, mesh.pipeline and mesh.tensor, which are for users."""
     for path, tree in trees():
         for node in ast.walk(tree):
@@ -150,7 +150,7 @@ def test_ranks_are_asked_for_by_role_not_by_the_name_of_an_axis():
                 assert name != "mesh", f"{path.relative_to(ROOT)}:{node.lineno} asks the mesh for an axis by its name"
 
 
-def test_what_plans_a_run_loads_no_mpi():
+def test_the_planner_loads_no_mpi():
     """Import the planner and its dependencies without mpi4py; `.*` stands for all files of a room."""
     code = f"""
         import sys
@@ -170,7 +170,7 @@ def test_what_plans_a_run_loads_no_mpi():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_the_documentation_names_files_that_are_there():
+def test_files_named_in_the_documentation_exist():
     for page in (*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "README.md"):
         for name in re.findall(r"`([\w/]+\.(?:py|sh|md|cfg))`", page.read_text(encoding="utf-8")):
             exists = (ROOT / name).exists() or (PACKAGE / name).exists() or any(PACKAGE.rglob(name))

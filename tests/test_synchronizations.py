@@ -30,8 +30,8 @@ BACKEND_MESSAGE = "tests/backend/test_backend_device.py::test_messages_keep_thei
 BACKEND_MEMORY = "tests/backend/test_backend_device.py::test_memory_is_not_reused_during_an_operation"
 LOSSES = "tests/train/test_device.py::test_device_has_the_losses_of_the_cpu[ddp-pretend]"
 BATCH = "tests/train/test_device.py::test_batch_may_be_changed_right_after_to_device"
-SAVED = "tests/checkpoint/test_store.py::test_what_is_saved_is_loaded_whole_and_in_columns"
-SAVED_BESIDE = "tests/checkpoint/test_background_saves.py::test_a_background_save_holds_the_state_at_its_call"
+SAVED = "tests/checkpoint/test_store.py::test_saved_tensors_are_loaded_whole_and_in_columns"
+SAVED_BESIDE = "tests/checkpoint/test_background_saves.py::test_a_background_save_stores_the_state_at_its_call"
 RESUMED = "tests/shard/test_stages_checkpoints.py::test_training_on_a_device_resumes_bitwise_and_on_the_cpu[pretend]"
 ON_THE_HOST = "tests/shard/test_host_update.py"
 LOADER = "tests/data/test_data_loader.py::test_a_device_gets_the_samples_that_the_host_reads"
@@ -184,7 +184,7 @@ def run(copy: Path, *tests: str) -> subprocess.CompletedProcess[str]:
     return warm.job(ranks, command, timeout=170, cwd=copy, **environment)
 
 
-def test_with_all_of_them_the_tests_pass(copy):
+def test_the_tests_pass_with_all_synchronizations(copy):
     every = {name for *_, tests in MUTATIONS.values() for name in tests.split()}
     for tests in (every - set(SERIAL), set(SERIAL)):
         ended = run(copy, *sorted(tests))
@@ -192,7 +192,7 @@ def test_with_all_of_them_the_tests_pass(copy):
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_synchronization_too_few_is_found(copy, mutation):
+def test_a_missing_synchronization_is_detected(copy, mutation):
     file, old, new, tests = MUTATIONS[mutation]
     text = (copy / file).read_text()
     assert text.count(old) == 1, f"{file} has {old!r} {text.count(old)} times"

@@ -17,7 +17,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_rank_that_is_signalled_while_its_work_ends_prints_no_traceback(forked):
+def test_a_rank_signalled_while_it_ends_prints_no_traceback(forked):
     """Signal a rank while it ends, as mpirun does when several ranks fail at the same time."""
     work = "import os; print(os.getpid(), flush=True); input(); os._exit(3)"
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)

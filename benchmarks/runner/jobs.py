@@ -20,7 +20,7 @@ from mpitrain.comm.memory import device as hardware
 from mpitrain.errors import InputError
 from mpitrain.inference.commands import parse
 from mpitrain.measuring import self_start
-from mpitrain.speeds.timing import Contender, Times, interleaved
+from mpitrain.speeds.timing import Contender, Times, measure_in_turns
 
 # options of `BenchmarkParser.model`: (default, default in a quick run)
 _GPT = {"layers": (4, 2), "width": (256, 64), "heads": (4, 4), "sequence": (64, 32)}
@@ -60,12 +60,12 @@ class BenchmarkParser:
     ) -> None:
         self.name, self.too_few, self.least = name, too_few, least
         self.arguments = self_start.make_parser(f"benchmarks {name}", description, ranks, 1800)
-        self.add("out", type=Path, default=Path("bench-results"), metavar="DIR", help="results [bench-results]")
+        self.add("out", type=Path, default=Path("bench-results"), metavar="DIR", help="for results [bench-results]")
         self._quick: dict[str, float] = {}
         if repeats is not None:
-            self.number("repeats", repeats, "repetitions; the median counts", quick=quick[0])
+            self.number("repeats", repeats, "number of repetitions; the median is reported", quick=quick[0])
         if seconds is not None:
-            self.number("seconds", seconds, f"for {of}", quick=quick[1], metavar="S")
+            self.number("seconds", seconds, f"seconds for {of}", quick=quick[1], metavar="S")
 
     def add(self, name: str, **settings: Any) -> None:
         """Add an option.
@@ -106,7 +106,7 @@ class BenchmarkParser:
             for each in asked:
                 if each not in known:
                     there = f"{by} ".join(known)
-                    raise argparse.ArgumentTypeError(f"there is no {noun} {each!r}; there are {there}")
+                    raise argparse.ArgumentTypeError(f"there is no {noun} {each!r}; use one of {there}")
             return asked
 
         self.add(name, type=read, metavar=f"A{by}B", help=text)
@@ -118,7 +118,7 @@ class BenchmarkParser:
 
     def device(self, text: str) -> None:
         """Add the option `--device`, with `text` at the start of its description; see `asked_for_device`."""
-        kinds = "auto (an accelerator, where there is one), cpu, cuda, xpu and so on [cpu]"
+        kinds = "auto (an accelerator if there is one), cpu, cuda, xpu or another kind [cpu]"
         self.add("device", default="cpu", metavar="KIND", help=f"{text}: {kinds}")
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
@@ -154,13 +154,11 @@ def run(parser: BenchmarkParser, measure: Measure, report: MakeReport, arguments
     options, name = parser.parse(arguments), parser.name
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if not self_start.is_launched() and load > _BUSY * cores:
-        print(
-            f"mpitrain: other work keeps this machine busy (load {load:.1f}, {cores} cores); the figures will mislead"
-        )
+        print(f"mpitrain: other programs keep this machine busy (load {load:.1f}, {cores} cores); expect wrong results")
 
     def part(world: Communicator) -> dict[str, Any]:
         if parser.too_few and world.size < parser.least:
-            raise InputError(f"{parser.too_few}; start {parser.least} ranks or more", agreed=True)
+            raise InputError(f"{parser.too_few}; use at least {parser.least} ranks", agreed=True)
         return {"facts": facts(world), "result": measure(world, options)}
 
     def keep(parts: dict[int, Any]) -> None:
@@ -187,14 +185,14 @@ def timed(
         what: Name of the measurement in the printed line; empty: print nothing.
         contenders: Contenders by name; a plain function is called once per measurement.
         options: Options of the command, with `repeats` and optionally `seconds`.
-        begins: If false, this rank only waits for what others begin; see `interleaved`.
+        begins: If false, this rank only waits for what others begin; see `measure_in_turns`.
 
     Returns:
         Times of each contender, by name.
     """
     every = {n: one if isinstance(one, Contender) else Contender(one, single=True) for n, one in contenders.items()}
     budget = getattr(options, "seconds", math.inf)
-    times = interleaved(world, every, options.repeats, budget, begins=begins)
+    times = measure_in_turns(world, every, options.repeats, budget, begins=begins)
     if what:
         say(world, f"{what}: " + ", ".join(f"{name} {of.median * 1e3:.3g} ms" for name, of in times.items()))
     return times

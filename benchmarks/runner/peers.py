@@ -43,23 +43,23 @@ def gloo(world: Communicator) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def on_device(world: Communicator, device: torch.device, own: bool) -> Iterator[str]:
+def on_device(world: Communicator, device: torch.device, exclusive: bool) -> Iterator[str]:
     """Create torch.distributed's default group for tensors on a device, for the `with` block. Collective.
 
     Args:
         world: Communicator of all ranks.
         device: Device of this rank.
-        own: True if no two ranks share a device; vendors' libraries refuse shared devices.
+        exclusive: True if no two ranks share a device; vendors' libraries refuse shared devices.
 
     Yields:
-        Name of the backend: torch's default for the kind of device if `own`, else mpitrain's; "" if there is one rank.
+        Name of the backend: torch's default for the device if `exclusive`, else mpitrain's; "" if there is one rank.
     """
     if world.size == 1:
         yield ""
         return
     import mpitrain.backend
 
-    name = dist.get_default_backend_for_device(device) if own else mpitrain.backend.NAME
+    name = dist.get_default_backend_for_device(device) if exclusive else mpitrain.backend.NAME
     if name == mpitrain.backend.NAME:
         dist.init_process_group(name, timeout=_PATIENCE)
         yield name
@@ -201,7 +201,7 @@ class PeerTraining:
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-MakePeer = Callable[..., PeerTraining]  # has the arguments of `of_torch`
+MakePeer = Callable[..., PeerTraining]  # has the arguments of `torch_training`
 
 
 def peers() -> dict[str, MakePeer | str]:
@@ -212,10 +212,10 @@ def peers() -> dict[str, MakePeer | str]:
     """
     missing = importlib.util.find_spec("deepspeed") is None
     return {
-        "torch DDP": partial(of_torch, wrap=ddp),
-        "FSDP2": partial(of_torch, wrap=lambda model: fully_sharded(model, dist.group.WORLD)),
+        "torch DDP": partial(torch_training, wrap=ddp),
+        "FSDP2": partial(torch_training, wrap=lambda model: fully_sharded(model, dist.group.WORLD)),
         **{
-            f"DeepSpeed ZeRO-{stage}": "not installed" if missing else partial(_of_deepspeed, stage=stage)
+            f"DeepSpeed ZeRO-{stage}": "not installed" if missing else partial(_deepspeed_training, stage=stage)
             for stage in (1, 2, 3)
         },
     }
@@ -231,7 +231,7 @@ def ddp(model: nn.Module, group: Any = None) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
 
 
-def of_torch(
+def torch_training(
     module: nn.Module,
     loss: Loss,
     make_optimizer: MakeOptimizer,
@@ -262,7 +262,7 @@ def of_torch(
     return PeerTraining(model, optimizer, gradients, optimizer.step)
 
 
-def _of_deepspeed(
+def _deepspeed_training(
     module: nn.Module, loss: Loss, make_optimizer: MakeOptimizer, world: Communicator, samples: int, *, stage: int
 ) -> PeerTraining:
     """Return the training of a module by DeepSpeed on CPUs and the existing gloo group, without its log messages.
@@ -297,7 +297,7 @@ def _of_deepspeed(
     return PeerTraining(engine, optimizer, gradients, engine.step, engine.destroy, hides=True)
 
 
-def require_alike(losses: Mapping[str, Sequence[float]], tolerance: float) -> None:
+def require_equal(losses: Mapping[str, Sequence[float]], tolerance: float) -> None:
     """Check that all contenders have the losses of the first one.
 
     Args:
@@ -311,7 +311,7 @@ def require_alike(losses: Mapping[str, Sequence[float]], tolerance: float) -> No
     for name, of in losses.items():
         if any(not abs(a - b) <= tolerance * abs(b) for a, b in zip(of, expected, strict=True)):
             shown = "; ".join(f"{one} {', '.join(f'{loss:.5f}' for loss in each)}" for one, each in losses.items())
-            raise CommunicationError(f"the contenders do not train the same: losses {shown}; {name} differs")
+            raise CommunicationError(f"the contenders reach different losses: {shown}; {name} differs")
 
 
 # -- the contenders of a training step ---------------------------------------------------------------------
@@ -320,7 +320,7 @@ def require_alike(losses: Mapping[str, Sequence[float]], tolerance: float) -> No
 # restarted for each contender. All use torch's fused AdamW without clipping.
 
 RATE = 1e-4
-ALONE = "one process"
+SINGLE = "one process"
 
 
 @dataclass(frozen=True)
@@ -396,7 +396,7 @@ class Trainee:
         self._batch = next(self.batches)
 
     def step(self) -> None:
-        """Compute the gradients of the batch and update. Collective, except for the contender `ALONE`."""
+        """Compute the gradients of the batch and update. Collective, except for the contender `SINGLE`."""
         self.loss = self.forward_backward(*self._batch)
         self.update()
 
@@ -418,7 +418,7 @@ _OURS: dict[str, dict[str, Any]] = {
 
 def contenders() -> dict[str, Build | str]:
     """Return all contenders by name: a function that creates one, or the reason why it cannot run here."""
-    builds: dict[str, Build | str] = {ALONE: partial(_theirs, make=of_torch)}
+    builds: dict[str, Build | str] = {SINGLE: partial(_theirs, make=torch_training)}
     builds |= {name: partial(_ours, parallel=parallel) for name, parallel in _OURS.items()}
     return builds | {name: m if isinstance(m, str) else partial(_theirs, make=m) for name, m in peers().items()}
 
@@ -455,12 +455,12 @@ def mean_losses(world: Communicator, trainees: Mapping[str, Trainee], tolerance:
         tolerance: Largest relative difference of two losses.
 
     Raises:
-        CommunicationError: The losses of two contenders differ; the contender `ALONE` is not compared.
+        CommunicationError: The losses of two contenders differ; the contender `SINGLE` is not compared.
     """
     losses = np.array([float(trainee.loss) for trainee in trainees.values()])
     world.all_reduce(losses)
     means = dict(zip(trainees, losses.tolist(), strict=True))
-    require_alike({name: [loss] for name, loss in means.items() if name != ALONE}, tolerance)
+    require_equal({name: [loss] for name, loss in means.items() if name != SINGLE}, tolerance)
     return means
 
 
@@ -503,7 +503,7 @@ def _first_interface() -> str:
     for _, name in socket.if_nameindex():
         if name != "lo" and _address(name):
             return name
-    raise InputError(f"no network interface has an IPv4 address; name the one to use in {_INTERFACE}")
+    raise InputError(f"no network interface has an IPv4 address; set {_INTERFACE} to the interface to use")
 
 
 def _address(interface: str) -> str:

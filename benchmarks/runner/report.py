@@ -57,9 +57,9 @@ class ReportTarget:
     met: bool | None
 
 
-def judged(
+def target_of(
     what: str,
-    found: float | None,
+    value: float | None,
     *,
     least: float = -math.inf,
     most: float = math.inf,
@@ -72,7 +72,7 @@ def judged(
 
     Args:
         what: Name of the figure.
-        found: Measured value; None if it was not measured, nan if it is undefined.
+        value: Measured value; None if it was not measured, nan if it is undefined.
         least: Lower bound.
         most: Upper bound; the report shows it only if there is no lower one.
         text: Text shown for the measured value; None: the value itself.
@@ -82,9 +82,9 @@ def judged(
     """
     sign, bound = ("≤", most) if least == -math.inf else ("≥", least)
     target = f"{sign} {bound:.0%}{where}" if percent else f"{sign} {bound:g}{where}"
-    if found is None or math.isnan(found):
+    if value is None or math.isnan(value):
         return ReportTarget(what, target, absent, None)
-    return ReportTarget(what, target, text or (f"{found:.2%}" if percent else f"{found:.2f}"), least <= found <= most)
+    return ReportTarget(what, target, text or (f"{value:.2%}" if percent else f"{value:.2f}"), least <= value <= most)
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
@@ -256,11 +256,11 @@ def write(
         if _plot(report.panels, picture):
             written.append(picture)
         else:
-            print("no plot: matplotlib is not installed (pip install matplotlib)")
+            print("no plot, because matplotlib is not installed; run pip install matplotlib")
     for target in report.targets:
         if target.met is None:
             continue
-        print(f"{verdict(target.met):7}  {target.what}: {target.measured} (wanted {target.wanted})")
+        print(f"{verdict(target.met):7}  {target.what}: {target.measured} (target {target.wanted})")
     return written
 
 
@@ -277,15 +277,15 @@ def markdown(report: Report, header: dict[int, dict[str, Any]], quick: bool) -> 
         f"# {report.title}",
         "",
         f"{first['machine']}, {first['cores']} cores, {first['nodes']} node(s); {first['MPI']}; torch "
-        f"{first['torch']}, {first['threads']} thread(s) a rank; Python {first['python']}; {first['date']}; "
-        f"ranks {', '.join(map(str, header))}; algorithms chosen by the {first['tuning']} table; load when started "
+        f"{first['torch']}, {first['threads']} thread(s) per rank; Python {first['python']}; {first['date']}; "
+        f"ranks {', '.join(map(str, header))}; algorithms from the {first['tuning']} table; load at the start "
         f"{first['load']}",
     ]
     if quick:
-        lines += ["", "**A quick run: it shows that the benchmark works; the figures mean little.**"]
+        lines += ["", "**Quick run: it only shows that the benchmark works; the figures are not meaningful.**"]
     if report.targets:
         rows = [(t.what, t.wanted, t.measured, verdict(t.met)) for t in report.targets]
-        lines += ["", "## Targets", "", *_table(("what", "wanted", "measured", "verdict"), rows)]
+        lines += ["", "## Targets", "", *_table(("figure", "target", "measured", "verdict"), rows)]
     for table in report.tables:
         lines += ["", f"## {table.title}", ""]
         lines += [table.note, ""] if table.note else []

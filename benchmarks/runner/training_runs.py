@@ -81,9 +81,9 @@ class TrainerRun:
 
     def step(self) -> float:
         """Take the next step, with its batch, and return the mean loss over the global batch. Collective."""
-        taken = self._trainer.train_step(next(self._coming))
-        self._trainer.step = taken.number
-        return taken.loss
+        peak = self._trainer.train_step(next(self._coming))
+        self._trainer.step = peak.number
+        return peak.loss
 
     def account(self) -> dict[str, float]:
         """Return the bytes on this rank by category, the names in `KINDS`. Collective."""
@@ -119,19 +119,19 @@ def measured_runs(
     Returns:
         For each run, by name: "seconds": a list per round with the seconds of each step. "memory": peak bytes of the
         rank with most. "account": bytes by category on rank 0. "largest": bytes by category, each the maximum over the
-        ranks. "losses": losses of the first steps. "sent": see `SentBytes.told`.
+        ranks. "losses": losses of the first steps. "sent": see `SentBytes.stop`.
     """
     results: dict[str, dict[str, Any]] = {}
     names = list(makes)
-    take_from_system(PIECE)
+    allocate(PIECE)
     for make in makes.values():
-        _one(world, make, 1, 1.0)
+        _measure_run(world, make, 1, 1.0)
     for name, make in makes.items():
-        results[name] = {"seconds": [], **_one(world, make, _WATCHED, 1.0, watching=True)[1]}
-    take_from_system(LARGE)
+        results[name] = {"seconds": [], **_measure_run(world, make, _WATCHED, 1.0, watching=True)[1]}
+    allocate(LARGE)
     for turn in range(rounds):
         for number, name in list(enumerate(names, 1))[:: -1 if turn % 2 else 1]:
-            times, _ = _one(world, makes[name], steps, seconds)
+            times, _ = _measure_run(world, makes[name], steps, seconds)
             results[name]["seconds"].append(times)
             if world.rank == 0:
                 which = f"{number} of {len(names)}" + (f", {name}" if name != str(number) else "")
@@ -145,7 +145,7 @@ def step_seconds(of: Mapping[str, Any]) -> float:
 
 
 @quiet()
-def _one(
+def _measure_run(
     world: Communicator, make: Callable[[], TrainingRun], steps: int, seconds: float, *, watching: bool = False
 ) -> tuple[list[float], dict[str, Any]]:
     """Execute one run and return (seconds of its steps, the other values of `measured_runs`). Collective.
@@ -174,13 +174,13 @@ def _one(
                 meter.start()
             elif len(times) == WARM:
                 count = WARM + min(steps, max(3, int(seconds / times[-1])))
-    sent = meter.told(count - WARM) if watching else None
+    sent = meter.stop(count - WARM) if watching else None
     account = run.account()
-    maxima = torch.tensor([memory.taken, *account.values()], dtype=torch.float64)
+    maxima = torch.tensor([memory.peak, *account.values()], dtype=torch.float64)
     world.all_reduce(maxima, "max")
     run.close()
-    taken, *largest = maxima.tolist()
-    values = {"memory": taken, "account": account, "largest": dict(zip(account, largest, strict=True))}
+    peak, *largest = maxima.tolist()
+    values = {"memory": peak, "account": account, "largest": dict(zip(account, largest, strict=True))}
     return times[WARM:], values | {"losses": losses[: WARM + 1], "sent": sent}
 
 
@@ -201,7 +201,7 @@ def merged(first: Values, second: Values) -> dict[str, dict[str, Any]]:
 
 
 class SentBytes:
-    """A counter of the bytes that ranks send between `start` and `told`, which are both collective.
+    """A counter of the bytes that ranks send between `start` and `stop`, which are both collective.
 
     The traffic counters count the bytes sent through mpitrain, by operation, axis and tier. Peers send through
     sockets, over gloo. On one node these use the loopback interface, which carries no other traffic of the job; its
@@ -223,7 +223,7 @@ class SentBytes:
         self._world.barrier()
         self._world.journal.start()
 
-    def told(self, steps: int) -> Mapping[str, Any]:
+    def stop(self, steps: int) -> Mapping[str, Any]:
         """Stop counting and return the bytes per step. Collective.
 
         Args:
@@ -274,23 +274,23 @@ class PeakMemory:
         watching: If false, measure only at the start of each context, without a sampling thread that slows ranks down.
 
     Attributes:
-        taken: Peak bytes so far, above those at construction.
+        peak: Peak bytes so far, above those at construction.
     """
 
     def __init__(self, world: Communicator, watching: bool = True) -> None:
         self._watching = watching
         gc.collect()
-        give_back()
+        trim()
         world.barrier()
-        self._own, self._shared = _own_bytes(), _part_of("Pss_Shmem")
-        self.taken = 0  # peak bytes above those at construction
+        self._private, self._shared = _own_bytes(), _part_of("Pss_Shmem")
+        self.peak = 0  # peak bytes above those at construction
 
     @contextmanager
     def making(self) -> Iterator[None]:
         """Measure the memory while the model is created in the `with` block."""
         with self._peak(lambda: _own_bytes() + _part_of("Pss_Shmem")) as most:
             yield
-        self._take(most[0])
+        self._record(most[0])
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -298,14 +298,14 @@ class PeakMemory:
         with self._peak(_own_bytes) as most:
             yield
             shared = _part_of("Pss_Shmem")
-        self._take(most[0] + max(shared, self._shared))
+        self._record(most[0] + max(shared, self._shared))
 
     def process(self) -> int:
         """Return the peak bytes of the whole process, including libraries."""
-        return self._own + self._shared + self.taken + _part_of("Pss_File")
+        return self._private + self._shared + self.peak + _part_of("Pss_File")
 
-    def _take(self, nbytes: int) -> None:
-        self.taken = max(self.taken, nbytes - self._own - self._shared)
+    def _record(self, nbytes: int) -> None:
+        self.peak = max(self.peak, nbytes - self._private - self._shared)
 
     @contextmanager
     def _peak(self, nbytes: Callable[[], int]) -> Iterator[list[int]]:
@@ -328,12 +328,12 @@ class PeakMemory:
             thread.join()
 
 
-def give_back() -> None:
+def trim() -> None:
     """Make glibc return freed memory to the system, so that the next measurement does not count it."""
     _glibc("malloc_trim", 0)
 
 
-def take_from_system(nbytes: int) -> None:
+def allocate(nbytes: int) -> None:
     """Make glibc take blocks of at least `nbytes` from the system, and return them when they are freed."""
     _glibc("mallopt", _MMAP_THRESHOLD, nbytes)
 

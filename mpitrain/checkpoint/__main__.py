@@ -30,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mpitrain.checkpoint",
-        description="look at checkpoints, check them, convert them. PATH: a run folder, or one step-... folder in it "
-        "(of a run folder: its newest whole one).",
+        description="inspect, verify and convert checkpoints. PATH is one step-... folder, or a run folder, of "
+        "which the newest complete checkpoint is used.",
     )
     parser.add_argument("--version", action="version", version=VERSION)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -53,28 +53,28 @@ def _parser() -> argparse.ArgumentParser:
             subparser.add_argument(path, type=Path, metavar=shown)
         return subparser
 
-    command(
-        "ls", lambda arguments: echo(*contents.listing(arguments.path)), "list the checkpoints of a run", path="PATH"
+    command("ls", lambda args: echo(*contents.listing(args.path)), "list the checkpoints of a run", path="PATH")
+    show = command("show", _show, "show the contents of a checkpoint", path="PATH")
+    show.add_argument(
+        "--tensors", default="*", metavar="PATTERN", help="show only these names, such as 'model/*weight' [*]"
     )
-    show = command("show", _show, "what a checkpoint holds", path="PATH")
-    show.add_argument("--tensors", default="*", metavar="PATTERN", help="only these names, as 'model/*weight' [*]")
-    verify = command("verify", _verify, "hash everything again; exit code 1 and the damaged places if any")
-    verify.add_argument("path", type=Path, metavar="PATH", help="of a run folder: all its checkpoints")
+    verify = command("verify", _verify, "check all hashes; if any place is damaged, print it and exit with code 1")
+    verify.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or a run folder to verify all")
     command("diff", _diff, "compare two checkpoints; exit code 1 if they are not bitwise the same", a="PATH", b="PATH")
-    out = "write the model's weights into a .safetensors or .pt (torch.load) file, or a folder of Hugging Face's"
+    out = "write the model's weights to a .safetensors or .pt (torch.load) file, or to a Hugging Face folder"
     give = command("export", _export, out, path="PATH", out="OUT")
-    give.add_argument("--shard-size", default="5GB", metavar="SIZE", help="with --format hf: of a file, at most [5GB]")
-    of_weights = "make a checkpoint of step 0 from a .safetensors or torch.save file of weights, or a folder of "
-    of_weights += "Hugging Face's; further arguments are settings, as of mpitrain.train, which the weights must fit"
+    give.add_argument("--shard-size", default="5GB", metavar="SIZE", help="largest file with --format hf [5GB]")
+    of_weights = "make a checkpoint of step 0 from weights in a .safetensors or torch.save file, or in a Hugging "
+    of_weights += "Face folder; further arguments are settings as for mpitrain.train, which must match the weights"
     take = command("import", _import, of_weights, file="SOURCE")
-    take.add_argument("run", type=Path, metavar="RUN", help="a new run folder; train with RUN/config.toml or --run.dir")
+    take.add_argument("run", type=Path, metavar="RUN", help="new run folder; then train with --run.dir RUN")
     for each in (give, take):
         each.add_argument(
             "--format",
             choices=["file", "hf"],
             default="file",
-            help="hf: a folder with config.json, of GPT-2, Llama, Mistral, Qwen2 or Qwen3; export: also of whatever "
-            "model.factory hf:FOLDER trained",
+            help="hf: a folder with config.json, for GPT-2, Llama, Mistral, Qwen2 or Qwen3; export also accepts any "
+            "model that was trained with model.factory hf:FOLDER",
         )
     but_newest = "remove all but the newest checkpoints, never the last one that verifies or the best"
     prune = command("prune", _prune, but_newest, path="RUN")
@@ -119,19 +119,19 @@ def _export(arguments: argparse.Namespace) -> None:
 
 def _import(arguments: argparse.Namespace) -> None:
     arguments.run.mkdir(parents=True, exist_ok=True)
-    with _occupied(arguments.run):
+    with _locked(arguments.run):
         from mpitrain.trainer.weights import import_folder, import_plain
 
         take = import_folder if arguments.format == "hf" else import_plain
         folder = take(arguments.file, arguments.run, arguments.settings)
     settings = arguments.run / CONFIG
     how = f"python -m mpitrain.train {settings}" if settings.exists() else f"--run.dir {arguments.run}"
-    echo(f"{folder}; train on from it with {how}")
+    echo(f"{folder}; continue training with {how}")
 
 
 def _prune(arguments: argparse.Namespace) -> None:
     if arguments.keep < 1:
-        raise InputError(f"--keep {arguments.keep} would keep nothing; give 1 or more")
+        raise InputError(f"--keep {arguments.keep} would remove every checkpoint; use 1 or more")
     listed = folders.require(arguments.path)
     root = listed[0].parent
     if listed == [arguments.path]:
@@ -140,7 +140,7 @@ def _prune(arguments: argparse.Namespace) -> None:
     def finite(step: int) -> bool:
         return was_finite(root / folders.folder_name(step))
 
-    with _occupied(*folders.locked_with(root)):
+    with _locked(*folders.locked_with(root)):
         verified: list[int] = []
         unusable: set[int] = set()
         steps = folders.finished_steps(root)
@@ -152,19 +152,22 @@ def _prune(arguments: argparse.Namespace) -> None:
             if finite(step):
                 break
         if not verified:
-            raise CheckpointError(f"none of the {len(steps)} checkpoints in {root} verifies; nothing is removed")
+            raise CheckpointError(
+                f"none of the {len(steps)} checkpoints in {root} passes verification; nothing was removed"
+            )
         for step in folders.steps_to_remove(steps, arguments.keep, verified, unusable, finite, folders.best_step(root)):
             name = folders.folder_name(step)
             if folders.is_checkpoint(root / name):
                 folders.discard(root / name)
                 echo(f"removed {name}")
             else:
-                echo(f"left {name}, which is no checkpoint")
-    print(f"{len(folders.finished_steps(root))} left; {folders.folder_name(verified[0])} verifies")
+                echo(f"kept {name}, which is not a checkpoint")
+    left = counted(len(folders.finished_steps(root)), "checkpoint")
+    print(f"{left} left; {folders.folder_name(verified[0])} passes verification")
 
 
 @contextmanager
-def _occupied(*locked: Path) -> Iterator[None]:
+def _locked(*locked: Path) -> Iterator[None]:
     """Hold the locks of these folders, as a job does. Raises InputError if a job holds one."""
     with ExitStack() as stack:
         for folder in locked:

@@ -195,7 +195,7 @@ class FileLayout:
                 numel, count = spec.numel, covered(extent.piece for extent in of_tensor[name])
                 if count != numel:
                     raise CheckpointError(
-                        f"the ranks hold {count} of the {numel} elements of {name}; together they must hold them all"
+                        f"the ranks passed {count} of the {numel} elements of {name}; each must be passed by a rank"
                     )
             self._last_view = key, image_bytes(make_view(tensors, extents, tied))
         return self._last_view[1]

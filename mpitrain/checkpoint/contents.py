@@ -67,7 +67,9 @@ def load_tensor(folder: Path, manifest: Manifest, name: str) -> torch.Tensor:
     try:
         data = torch.empty(spec.numel, dtype=DTYPES[spec.dtype])
     except RuntimeError:  # torch's error if memory is exhausted
-        raise CheckpointError(f"{folder}: {name} of {bytes_text(spec.nbytes)} does not fit into memory") from None
+        raise CheckpointError(
+            f"{folder}: {name} of {bytes_text(spec.nbytes)} does not fit into memory; use a machine with more"
+        ) from None
     read_parts(folder, manifest, [Part(spec, Piece.whole(name, data.numel()), data)])
     return data.view(spec.shape)
 
@@ -172,7 +174,7 @@ def _distance(x: torch.Tensor, y: torch.Tensor) -> str:
     if bool(gap.isnan().any()):
         return f"{different} of {x.numel()} elements differ, some are NaN"
     if not different:
-        return "equal numbers, other bits (signs of zero)"
+        return "equal numbers, but different bits (signs of zero)"
     return f"{different} of {x.numel()} elements differ, by at most {float(gap.max()):.3g}"
 
 
@@ -206,7 +208,7 @@ def damaged_places(folder: Path) -> Iterator[str]:
     for name, spec in manifest.tensors.items() if complete else ():  # only then do the pieces have their full sizes
         count = covered(extent.piece for extent in manifest.extents_of.get(name, ()))
         if count != spec.numel:
-            yield f"{folder} holds {count} of the {spec.numel} elements of {name}"
+            yield f"{folder} contains only {count} of the {spec.numel} elements of {name}"
 
 
 def has_intact_tensors(folder: Path, manifest: Manifest, name: str) -> bool:

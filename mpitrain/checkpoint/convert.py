@@ -57,10 +57,10 @@ def export(folder: Path, out: Path) -> int:
     manifest = complete_manifest(folder)
     sources = {name.removeprefix(MODEL): name for name in manifest.tensors if name.startswith(MODEL)}
     if not sources:
-        raise InputError(f"{folder} holds no model")
+        raise InputError(f"{folder} contains no model; give a checkpoint of a training run")
     ties = {alias: sources[name] for alias, name in manifest.values.get("tied", {}).items() if name in sources}
     if out.suffix not in (".safetensors", *_TORCH):
-        raise InputError(f"{out}: the kind of file is told by its ending; use .safetensors or .pt")
+        raise InputError(f"{out}: unknown file ending; use .safetensors or .pt")
     sources |= ties
     with os_errors(out), replacing(out) as temporary:
         if out.suffix == ".safetensors":
@@ -114,7 +114,7 @@ def make_first_checkpoint(
         InputError: The folder already has checkpoints, or a checkpoint cannot hold one of the tensors.
     """
     if folders.finished_steps(root):
-        raise InputError(f"{root} has checkpoints already; give a new run folder")
+        raise InputError(f"{root} already has checkpoints; give a new run folder")
     parts, tied = _parts(origin, tensors, size)
     defaults = {"position": 0, "data": None, "optimizer": {}, "tied": tied, "imported": origin.name}
     final = root / folders.folder_name(0)
@@ -142,10 +142,10 @@ def _parts(file: Path, tensors: Mapping[str, torch.Tensor], size: int) -> tuple[
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or dtype not in DTYPES:
             kind = f"{tensor.layout} {tensor.dtype} on {tensor.device}".replace("torch.", "")
-            raise InputError(f"{file}: {name} is {kind}, which a checkpoint cannot hold")
+            raise InputError(f"{file}: {name} is {kind}, which a checkpoint cannot store; convert it before saving")
         spec = TensorSpec(MODEL + name, tuple(tensor.shape), dtype)
         if problem := _storage_problem(name, spec):
-            raise InputError(f"{file}: the tensor {name!r:.100} {problem}; give it another form")
+            raise InputError(f"{file}: the tensor {name!r:.100} {problem}; rename or reshape it")
         where = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), dtype)
         if tensor.numel() and where in places:
             tied[name] = places[where]
@@ -154,8 +154,8 @@ def _parts(file: Path, tensors: Mapping[str, torch.Tensor], size: int) -> tuple[
         total += spec.nbytes
         if total > _REPEATED * size:
             raise InputError(
-                f"{file}: its tensors would take more than {bytes_text(total)}, and it has {bytes_text(size)}: {name} "
-                "is expanded; save contiguous copies"
+                f"{file}: its tensors would need more than {bytes_text(total)}, but it has {bytes_text(size)}, because "
+                f"{name} is an expanded view; save contiguous copies"
             )
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
         parts.append(Part(spec, Piece.whole(spec.name, flat.numel()), flat))
@@ -165,10 +165,10 @@ def _parts(file: Path, tensors: Mapping[str, torch.Tensor], size: int) -> tuple[
 def _storage_problem(name: str, spec: TensorSpec) -> str:
     """Return why HDF5 cannot store a tensor, or its name as a path in the file; empty if it can."""
     if not name.isprintable() or len(name) > _LONGEST_NAME or {"", ".", ".."} & set(name.split("/")):
-        return "has no name that a tensor can have"
+        return "has an invalid name"
     if len(spec.shape) > _DIMENSIONS:
         return f"has {len(spec.shape)} dimensions, more than {_DIMENSIONS}"
-    return "" if spec.possible else f"has the shape {list(spec.shape)}"
+    return "" if spec.possible else f"has the invalid shape {list(spec.shape)}"
 
 
 def _make_checkpoint(final: Path, parts: list[Part], values: Values) -> None:
@@ -193,7 +193,7 @@ def _make_checkpoint(final: Path, parts: list[Part], values: Values) -> None:
 
 def os_errors(path: Path) -> AbstractContextManager[None]:
     """Return a context that turns an OSError about a file into an InputError."""
-    return reporting(f"{path} cannot be used", "give another path, or make room")
+    return reporting(f"{path} cannot be used", "choose another path, or make room")
 
 
 _KINDS = {
@@ -246,7 +246,7 @@ def write_safetensors(
         kind = _NAMES.get(dtype)
         if kind is None:
             dtype_name = str(dtype).removeprefix("torch.")
-            raise InputError(f"{name} is {dtype_name}, which safetensors does not know; export to .pt")
+            raise InputError(f"{name} is {dtype_name}, which safetensors does not support; export to .pt")
         end = begin + prod(shape) * dtype.itemsize
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
@@ -292,7 +292,7 @@ def save_torch(state: Mapping[str, torch.Tensor], path: Path) -> None:
 
 def _read_torch(file: Path) -> dict[str, torch.Tensor]:
     fix = "save a state dictionary with torch.save"
-    with refusing(f"{file} is no file of plain tensors that torch.load reads", fix), warnings.catch_warnings():
+    with refusing(f"{file} is not a file of plain tensors that torch.load reads", fix), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if zipfile.is_zipfile(file) and any(of.compress_type for of in zipfile.ZipFile(file).infolist()):
             raise ValueError("it is compressed, which torch.save never does")  # torch would map the compressed bytes
@@ -301,7 +301,7 @@ def _read_torch(file: Path) -> dict[str, torch.Tensor]:
         loaded = loaded["state_dict"]
     named = isinstance(loaded, dict) and all(isinstance(n, str) and torch.is_tensor(t) for n, t in loaded.items())
     if not named or not loaded:
-        raise InputError(f"{file} is no state dictionary: it must map names to tensors, and nothing else")
+        raise InputError(f"{file} is not a state dictionary: it must map names to tensors, and contain nothing else")
     return dict(loaded)
 
 
@@ -320,7 +320,7 @@ def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
         with open_plain(file) as opened:
             length = int.from_bytes(opened.read(8), "little")
             if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
+                raise ValueError(f"its header would have {length} bytes, but the file has {size}")
             content = from_json(opened.read(length))
         if isinstance(content, dict):
             content.pop("__metadata__", None)
@@ -330,15 +330,15 @@ def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
         for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
             dtype, (lo, hi) = _KINDS[entry.dtype], entry.data_offsets
             if lo != end or not lo <= hi <= len(data) or hi - lo != prod(entry.shape) * dtype.itemsize:
-                raise ValueError(f"{name!r:.100} is not where and as large as the header says")
+                raise ValueError(f"{name!r:.100} does not have the position or the size that the header gives")
             end = hi
             raw = torch.from_numpy(data[lo:hi]) if hi > lo else torch.empty(0, dtype=torch.uint8)
             aligned = raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()
             tensors[name] = aligned.view(dtype).view(entry.shape)
         if end != len(data):
-            raise ValueError(f"the header tells of {end} bytes, {len(data)} follow")
+            raise ValueError(f"the header describes {end} bytes, but {len(data)} follow")
     except ValidationError as error:
-        raise InputError(f"{file} is no safetensors file: {first_problem(error)}") from None
+        raise InputError(f"{file} is not a valid safetensors file: {first_problem(error)}") from None
     except (ValueError, RuntimeError) as error:  # RuntimeError: a shape that torch does not accept
-        raise InputError(f"{file} is no safetensors file: {str(error).splitlines()[0]}") from None
+        raise InputError(f"{file} is not a valid safetensors file: {str(error).splitlines()[0]}") from None
     return {name: tensors[name] for name in entries}

@@ -81,8 +81,8 @@ def require(path: Path, key: str = "") -> list[Path]:
     if checkpoints := find(path):
         return checkpoints
     named, other = (f"{key} {path}", "auto, never or ") if key else (path, "")
-    what = "" if path.exists() else "does not exist: it "
-    raise InputError(f"{named} {what}is no checkpoint and no run folder with one; give {other}the path of either")
+    problem = "is not a checkpoint or a run folder that has one" if path.exists() else "does not exist"
+    raise InputError(f"{named} {problem}; give {other}the path of a checkpoint or run folder")
 
 
 def best_step(root: Path) -> int | None:
@@ -97,7 +97,7 @@ def marked_best(run: Path) -> Path:
     for root in (run, run / CHECKPOINTS):
         if (step := best_step(root)) is not None:
             return root / folder_name(step)
-    raise InputError(f"{run} has no checkpoint that is marked as the best; train with checkpoint.best")
+    raise InputError(f"{run} has no checkpoint that is marked as the best; set checkpoint.best for training")
 
 
 def locked_with(root: Path) -> list[Path]:
@@ -127,7 +127,7 @@ def remove_leftovers(root: Path) -> None:
 
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder has a manifest written by mpitrain, which may be damaged."""
-    head = b"" if folder.is_symlink() else _beginning(folder / MANIFEST, 200)
+    head = b"" if folder.is_symlink() else _read_head(folder / MANIFEST, 200)
     return head.startswith(b'{"crc32": ') or _HEAD in head
 
 
@@ -142,10 +142,10 @@ def _is_pointer(path: Path) -> bool:
 def lacks_manifest(folder: Path) -> bool:
     """Return whether a folder has tensor files of a checkpoint but no manifest written by mpitrain."""
     files = () if folder.is_symlink() or is_checkpoint(folder) else folder.glob("*.h5")
-    return any(_TENSORS.fullmatch(path.name) and _beginning(path) == SIGNATURE for path in files)
+    return any(_TENSORS.fullmatch(path.name) and _read_head(path) == SIGNATURE for path in files)
 
 
-def _beginning(path: Path, nbytes: int = len(SIGNATURE)) -> bytes:
+def _read_head(path: Path, nbytes: int = len(SIGNATURE)) -> bytes:
     """Return the first bytes of a file, or b"" if it cannot be read."""
     try:
         with open(path, "rb") as file:
@@ -164,8 +164,7 @@ def require_free(final: Path) -> None:
     else:
         return
     raise InputError(
-        f"{what} is in the way of a checkpoint and not known as mpitrain's: it {lacks}; move it away, or save into "
-        "another folder"
+        f"{what} exists already, but mpitrain did not write it: it {lacks}; move it away, or save into another folder"
     )
 
 
@@ -305,10 +304,9 @@ def require_room(root: Path, what: str, size: int, saves: int, keep: int, fix: s
         shortage = disk.lack_of_room(root, more_bytes)
     if shortage:
         number, each = min(saves, keep + 1), bytes_text(size)
-        many = f"{number} checkpoints of {each} at a time" if number > 1 else f"a checkpoint of {each}"
+        many = f"{number} checkpoints of {each} at a time" if number > 1 else f"one checkpoint of {each}"
         raise InputError(
-            f"{what} {root} is to hold {many}, for which {bytes_text(more_bytes)} more are needed, "
-            f"but {shortage}; {fix}"
+            f"{what} {root} must have room for {many}, which need {bytes_text(more_bytes)} more, but {shortage}; {fix}"
         )
 
 

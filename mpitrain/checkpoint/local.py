@@ -98,7 +98,7 @@ class LocalFolders:
         def check_others() -> None:
             if len(list(self.root.glob(f"{folders.PROBE}-*.tmp-{probe}"))) > 1:
                 raise InputError(
-                    f"checkpoint.local {self._base} is one folder for several nodes; give one on each node's own disk, "
+                    f"checkpoint.local {self._base} is one folder for several nodes; use one on each node's own disk, "
                     "or leave it empty"
                 )
 
@@ -125,7 +125,7 @@ class LocalFolders:
             size += of_nodes[number - 1]
         elif nodes > 1 and self._redundancy == "xor":
             size += size // (nodes - 1)
-        fix = "make room on that node, or give another folder"
+        fix = "make room on that node, or choose another folder"
         self._on_leaders(comm, partial(folders.require_room, self.root, "checkpoint.local", size, saves, 1, fix))
 
     # -- saving
@@ -243,7 +243,7 @@ class LocalFolders:
         mine = [name for name, size in sizes.items() if is_leader and not missing_file(folder, [(name, size)])]
         damaged = [n for n in mine if verify and n in manifest.files and not has_intact_tensors(folder, manifest, n)]
         intact_files = comm.all_gather_object([name for name in mine if name not in damaged])
-        found_damaged = sorted({name for names in comm.all_gather_object(damaged) for name in names})
+        all_damaged = sorted({name for names in comm.all_gather_object(damaged) for name in names})
         targets: dict[int, set[str]] = {node: set() for node in self._leaders}
         for rank, requested in enumerate(comm.all_gather_object(sorted(needed))):
             targets[self._nodes[rank]].update(requested)
@@ -253,7 +253,7 @@ class LocalFolders:
                 where.setdefault(name, rank)
         missing = sorted({name for requested in targets.values() for name in requested} - set(where))
         built = {n: next(self._leaders[node] for node in sorted(targets) if n in targets[node]) for n in missing}
-        work = [_rebuild(folder, manifest, n, n in found_damaged, where, built[n]) for n in missing]
+        work = [_rebuild(folder, manifest, n, n in all_damaged, where, built[n]) for n in missing]
         attempt(comm, lambda: exchange(comm, chain.from_iterable(work)), folder)
         built_here = [name for name, rank in built.items() if rank == comm.rank]
         attempt(comm, partial(_install_rebuilt_files, folder, manifest, built_here, verify), folder)
@@ -273,7 +273,7 @@ class LocalFolders:
             remove_folder(fetched)
 
         self._on_leaders(comm, settle, folder)
-        return found_damaged
+        return all_damaged
 
 
 def _rebuild(
@@ -318,7 +318,9 @@ def _install_rebuilt_files(folder: Path, manifest: Manifest, names: Sequence[str
         sync(rebuilt)
         os.replace(rebuilt, folder / name)
         if verify and not has_intact_tensors(folder, manifest, name):
-            raise CheckpointError(f"{folder / name} cannot be rebuilt: a parity it follows from is damaged too")
+            raise CheckpointError(
+                f"{folder / name} cannot be rebuilt: a parity file that it is computed from is damaged as well"
+            )
 
 
 def _identity(shared: Path) -> str:
@@ -328,5 +330,5 @@ def _identity(shared: Path) -> str:
             write_whole(path, secrets.token_hex(8) + "\n")
         identity = read_plain(path).decode(errors="replace").strip()
     if not re.fullmatch("[0-9a-f]{16}", identity):  # the identity is used as part of a folder name
-        raise InputError(f"{path} holds no identity of a run; remove it")
+        raise InputError(f"{path} does not contain the identity of a run; remove it")
     return identity

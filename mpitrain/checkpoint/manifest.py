@@ -288,33 +288,37 @@ def _require_consistent(manifest: Manifest) -> None:
     """Raise ValueError if a small file claims to hold a large tensor, or an extent lies outside its tensor or file."""
     for name, spec in manifest.tensors.items():
         if not spec.possible:
-            raise ValueError(f"{name!r:.100} is {spec.dtype!r:.40} {spec.shape!s:.100}, which no tensor is")
+            raise ValueError(f"{name!r:.100} has the impossible dtype or shape {spec.dtype!r:.40} {spec.shape!s:.100}")
     element_counts = dict.fromkeys(manifest.tensors, 0)  # of the pieces of each tensor
     byte_counts = dict.fromkeys(manifest.files, 0)  # of the pieces in each file
     for extent in manifest.extents:
         piece, box = extent.piece, extent.piece.box
         if piece.name not in element_counts or extent.file not in byte_counts:
-            raise ValueError(f"a piece of {piece.name!r:.100} in {extent.file} is of no tensor or file that it lists")
+            raise ValueError(
+                f"a piece of {piece.name!r:.100} in {extent.file} belongs to a tensor or file that is not listed"
+            )
         spec = manifest.tensors[piece.name]
         nbytes = piece.numel * spec.itemsize
         within = all(map(le, box.start, box.stop)) and all(map(le, box.stop, box.shape))
         if not within or not piece.lo <= piece.hi <= box.numel or prod(box.shape) != spec.numel:
-            raise ValueError(f"a piece of {piece.name!r:.100} is no part of it")
+            raise ValueError(f"a piece of {piece.name!r:.100} lies outside the tensor")
         if len(extent.hashes) != -(-nbytes // HASHED) or extent.offset + nbytes > manifest.files[extent.file]:
-            raise ValueError(f"a piece of {piece.name!r:.100} does not lie in {extent.file}")
+            raise ValueError(f"a piece of {piece.name!r:.100} lies outside {extent.file}")
         element_counts[piece.name] += piece.numel
         byte_counts[extent.file] += nbytes
     for name, spec in manifest.tensors.items():
         if element_counts[name] < spec.numel:
-            raise ValueError(f"its files hold {element_counts[name]} of the {spec.numel} elements of {name!r:.100}")
+            raise ValueError(
+                f"its files contain only {element_counts[name]} of the {spec.numel} elements of {name!r:.100}"
+            )
     for file, size in manifest.files.items():
         if byte_counts[file] > size:
-            raise ValueError(f"{file} has {size} bytes, and pieces of {byte_counts[file]}")
+            raise ValueError(f"{file} has {size} bytes, but its pieces have {byte_counts[file]}")
         if file not in manifest.rest:
-            raise ValueError(f"it has no hash of the rest of {file}")
+            raise ValueError(f"it has no hash of the bytes between the pieces in {file}")
     for one in manifest.parity:
         if len(one.files) != len(one.parities) or not {file for file in one.files if file} <= set(manifest.files):
-            raise ValueError("a set of parities is of other files than it lists")
+            raise ValueError("a parity set names files that are not listed")
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -345,7 +349,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from None
     named = folder.name.removeprefix("step-")
     if named != folder.name and named.isdecimal() and int(named) != manifest.step:
-        raise CheckpointError(f"{folder / MANIFEST} is that of step {manifest.step}; it does not belong here")
+        raise CheckpointError(
+            f"{folder / MANIFEST} is the manifest of step {manifest.step}; it does not belong in this folder"
+        )
     return manifest
 
 
@@ -370,7 +376,7 @@ def missing_file(folder: Path, files: Iterable[tuple[str, int]]) -> str:
         except OSError:
             return f"{folder / name} is missing"
         if actual != size:
-            return f"{folder / name} has {actual} bytes, its manifest says {size}"
+            return f"{folder / name} has {actual} bytes, but its manifest says {size}"
     return ""
 
 

@@ -96,7 +96,7 @@ class Block:
         return self.extent.offset + self.number * HASHED
 
     @property
-    def whole(self) -> memoryview | None:
+    def direct_memory(self) -> memoryview | None:
         """Host memory to read the block into directly, if the whole block has one contiguous destination; else None."""
         if len(self.uses) != 1 or len(self.uses[0].lengths) != 1 or self.uses[0].lengths[0] != self.size:
             return None
@@ -151,8 +151,8 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
         count = union(*(np.concatenate(a) for a in zip(*filled, strict=True))) if filled else 0
         if count != part.piece.numel:
             raise CheckpointError(
-                f"{folder} holds {count} of the {part.piece.numel} elements wanted of {part.spec.name}; "
-                "it was not written whole"
+                f"{folder} contains only {count} of the {part.piece.numel} requested elements of {part.spec.name}; "
+                "it is incomplete"
             )
     return [blocks[key] for key in sorted(blocks)]
 
@@ -229,7 +229,7 @@ def read(folder: Path, blocks: Sequence[Block]) -> None:
 
         def fill(block: Block) -> None:
             descriptor = descriptors[block.extent.file]
-            if (direct := block.whole) is not None:
+            if (direct := block.direct_memory) is not None:
                 read_block(folder, block, descriptor, direct)
                 return
             if not hasattr(scratch, "buffers"):
@@ -341,11 +341,11 @@ def covered(pieces: Iterable[Piece]) -> int:
 def _check_spec(folder: Path, manifest: Manifest, spec: TensorSpec) -> None:
     saved = manifest.tensors.get(spec.name)
     if saved is None:
-        raise CheckpointError(f"{folder} holds no {spec.name}; it belongs to another model or optimizer")
+        raise CheckpointError(f"{folder} has no tensor {spec.name}; it belongs to another model or optimizer")
     if (saved.shape, saved.dtype) != (spec.shape, spec.dtype):
         raise CheckpointError(
-            f"{folder}: {spec.name} is {saved.dtype} {list(saved.shape)} there and {spec.dtype} "
-            f"{list(spec.shape)} here; the model must be the one that was saved"
+            f"{folder}: {spec.name} is {saved.dtype} {list(saved.shape)} in the checkpoint and {spec.dtype} "
+            f"{list(spec.shape)} in this run; use the settings of the saved model"
         )
 
 

@@ -100,7 +100,7 @@ class Store:
         if self._local is None or len(set(self._nodes)) > 1:
             return ""
         return (
-            f"checkpoint.local on one node: up to {self.flush_every} checkpoints are lost with the node "
+            f"checkpoint.local on one node: up to {self.flush_every} checkpoints are lost if the node fails "
             "(checkpoint.redundancy needs two)"
         )
 
@@ -147,7 +147,7 @@ class Store:
             moved = [(path, folders.set_aside(path)) for path in later if folders.lacks_manifest(path)]
             for path in later or [self.folder(step + 1)]:
                 folders.require_free(path)
-            return [f"{path} has no manifest any more; kept as {new_path}" for path, new_path in moved]
+            return [f"{path} has no valid manifest; renamed to {new_path}" for path, new_path in moved]
 
         return self.comm.on_root(move)
 
@@ -458,8 +458,8 @@ def require_threads() -> None:
     level = thread_level()
     if level != "MULTIPLE":
         raise refusal(
-            f"checkpoint.background needs an MPI with THREAD_MULTIPLE, this one gives {level}; use another MPI or "
-            "set checkpoint.background = false"
+            f"checkpoint.background needs an MPI with THREAD_MULTIPLE, but this one provides {level}; use another MPI "
+            "or set checkpoint.background = false"
         )
 
 

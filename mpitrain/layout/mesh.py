@@ -113,7 +113,10 @@ class MeshAxis:
             group: Ranks that take part, a `parallel.places.Group`.
             step: The `planner.predictor.StepSimulation`.
         """
-        return float(step.seconds(exchange.operation, float(exchange.nbytes), group, "private") + step.meeting(group))
+        return float(
+            step.seconds(exchange.operation, float(exchange.nbytes), group, "private")
+            + step.core_sharing_seconds(group)
+        )
 
     def buffers(self, sizes: Iterable[int]) -> float:
         """Return the bytes of a rank's buffers for exchanges along this axis.
@@ -143,9 +146,11 @@ def axes_of(parallel: ParallelSection) -> Sizes:
     for path, ranks in parallel.requested_sizes.items():
         axis = find("parallel.axes", path)()
         if not isinstance(axis, MeshAxis):
-            raise refusal(f"parallel.axes {path} is no subclass of mpitrain.layout.mesh.MeshAxis; name one")
+            raise refusal(f"parallel.axes {path} is not a subclass of mpitrain.layout.mesh.MeshAxis; use one")
         if any(axis.name == other.name for other, _ in axes):
-            raise refusal(f"parallel.axes {path} has the name {axis.name!r} of another axis; give it one of its own")
+            raise refusal(
+                f"parallel.axes {path} has the same name {axis.name!r} as another axis; give it a different name"
+            )
         axes.append((axis, ranks))
     return sorted(axes, key=lambda entry: entry[0].near)
 
@@ -190,8 +195,8 @@ class Mesh:
         Raises:
             InputError: On all ranks, if the shape does not fit the number of ranks.
         """
-        asked: dict[str, Any] = {"data": data, "pipeline": pipeline, "tensor": tensor, "axes": axes}
-        return Mesh.of(world, axes_of(ParallelSection.model_construct(**asked)))
+        requested: dict[str, Any] = {"data": data, "pipeline": pipeline, "tensor": tensor, "axes": axes}
+        return Mesh.of(world, axes_of(ParallelSection.model_construct(**requested)))
 
     @staticmethod
     def of(world: Communicator, axes: Sizes, *, itself: bool = False) -> Mesh:
@@ -361,7 +366,7 @@ def shape_of(axes: Sizes, ranks: int) -> dict[str, int]:
     requested = {axis.name: size for axis, size in axes}
     fixed = {name: int(size) for name, size in requested.items() if size != "auto"}
     if min(fixed.values(), default=1) < 1:
-        raise refusal(f"{', '.join(_settings(requested))}: each must be at least 1")
+        raise refusal(f"{', '.join(_format_settings(requested))}: each must be at least 1")
     each, left = prod(fixed.values()), [name for name in requested if name not in fixed]
     if (ranks % each == 0) if left else (ranks == each):
         return {name: fixed.get(name, ranks // each if name in left[:1] else 1) for name in requested}
@@ -373,12 +378,12 @@ def shape_of(axes: Sizes, ranks: int) -> dict[str, int]:
     shapes = sorted(_factorizations(ranks, len(names)), key=lambda shape: (distance(shape), shape))
     nearest = ", ".join("x".join(map(str, shape)) for shape in shapes[:4])
     raise refusal(
-        f"{' x '.join(_settings(requested))} does not make {ranks} ranks; {' x '.join(names)} may be {nearest}"
+        f"{' x '.join(_format_settings(requested))} does not give {ranks} ranks; {' x '.join(names)} can be {nearest}"
     )
 
 
-def _settings(asked: Mapping[str, int | str]) -> Iterator[str]:
-    for name, size in asked.items():
+def _format_settings(requested: Mapping[str, int | str]) -> Iterator[str]:
+    for name, size in requested.items():
         yield f"parallel.{name} {size}" if name in ParallelSection.model_fields else f"parallel.axes {name} {size}"
 
 

@@ -92,7 +92,7 @@ class Division:
     """The division of a model over the axes of a mesh.
 
     Attributes:
-        others: Communicators of the axes that divide the model, by name, outermost first.
+        model_axes: Communicators of the axes that divide the model, by name, outermost first.
         replicas: Communicators of the axes along which the model is replicated, by name; empty if no tensor is divided
             along any of them.
         owners: Records of the module's parameters and buffers, by name; empty if the module is not divided.
@@ -102,7 +102,7 @@ class Division:
         base: Weights that are not saved, because a restart loads them from their source; None: all weights are saved.
     """
 
-    others: Mapping[str, Communicator] = field(default_factory=dict)
+    model_axes: Mapping[str, Communicator] = field(default_factory=dict)
     replicas: Mapping[str, Communicator] = field(default_factory=dict)
     owners: Mapping[str, Ownership] = field(default_factory=dict)
     pipeline: Pipeline | None = None
@@ -132,8 +132,8 @@ class Division:
         return [axis for name, axis in self.replicas.items() if name not in owner.divided]
 
     def dividing(self) -> dict[str, Communicator]:
-        """Return the axes that divide a parameter on at least one rank, by name. Collective over `others`."""
+        """Return the axes that divide a parameter on at least one rank, by name. Collective over `model_axes`."""
         names = {name for owner in self.owners.values() for name in owner.divided}
-        for axis in self.others.values():
+        for axis in self.model_axes.values():
             names = {name for of_rank in axis.all_gather_object(sorted(names)) for name in of_rank}
-        return {name: axis for name, axis in self.others.items() if axis.size > 1 and name in names}
+        return {name: axis for name, axis in self.model_axes.items() if axis.size > 1 and name in names}

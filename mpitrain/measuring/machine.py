@@ -43,7 +43,7 @@ from mpitrain.monitor import memory_bytes, peak_memory_bytes
 from mpitrain.planner.machine import lines_of, write_values
 from mpitrain.speeds import kept, links
 from mpitrain.speeds.kept import values_from
-from mpitrain.speeds.timing import interleaved
+from mpitrain.speeds.timing import measure_in_turns
 from mpitrain.storage.text import counted
 from mpitrain.trainer.run import Callback, Step
 from mpitrain.trainer.trainer import Trainer
@@ -62,13 +62,13 @@ def main(arguments: Sequence[str]) -> int:
         "--out", type=Path, default=Path("machine.toml"), metavar="FILE", help="profile [machine.toml]"
     )
     options_parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help="measure writing into this folder [that of --out]"
+        "--folder", type=Path, metavar="DIR", help="folder in which to measure writing [that of --out]"
     )
     options_parser.add_argument(
         "--device",
         default="auto",
         metavar="KIND",
-        help="accelerators to measure: auto (those there are), cpu (none), cuda, xpu and so on [auto]",
+        help="accelerators to measure: auto (all that exist), cpu (none), cuda, xpu and so on [auto]",
     )
     options = parse(options_parser, arguments)
     command = ["-m", "mpitrain.plan", "--measure", *arguments]
@@ -117,7 +117,7 @@ def write_profile(results: dict[int, Any], options: argparse.Namespace) -> None:
         options: Options of the command line.
     """
     values = values_from(results, options.quick)
-    print("\n".join(lines_of({name: said for name, said in values.items() if name != "collectives"})))
+    print("\n".join(lines_of({name: value for name, value in values.items() if name != "collectives"})))
     write_values(values, options.out)
     print(f"written: {options.out}")
     if not options.quick and (at := kept.store_profile(values)):
@@ -139,7 +139,7 @@ def _collectives(world: Communicator, quick: bool) -> list[list[Any]]:
     rows, bench = [], AlgorithmContenders(world)
     for table, memory, size in product(_TABLES, MEMORIES, QUICK_SIZES if quick else SIZES):
         with bench.of(table, memory, size) as contenders:
-            times = interleaved(world, contenders, repeats, seconds)
+            times = measure_in_turns(world, contenders, repeats, seconds)
         place = [world.size, world.num_nodes, memory, size]
         rows += [[table.operation, name, *place, took.median] for name, took in times.items()]
     return rows

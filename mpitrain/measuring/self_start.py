@@ -60,13 +60,21 @@ def make_parser(program: str, description: str, ranks: str, limit: float) -> arg
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     options_parser.add_argument(
-        "--ranks", type=_counts, default=_counts(ranks), metavar="N,N", help=f"started plainly: rank counts [{ranks}]"
+        "--ranks",
+        type=_counts,
+        default=_counts(ranks),
+        metavar="N,N",
+        help=f"numbers of ranks to start without mpirun [{ranks}]",
     )
     options_parser.add_argument(
-        "--limit", type=float, default=limit, metavar="S", help=f"seconds a rank count may take [{limit:g}]"
+        "--limit",
+        type=float,
+        default=limit,
+        metavar="S",
+        help=f"time limit in seconds for each number of ranks [{limit:g}]",
     )
     options_parser.add_argument(
-        "--quick", action="store_true", help="seconds instead of minutes; the figures mean little"
+        "--quick", action="store_true", help="take seconds instead of minutes; the figures are inaccurate"
     )
     return options_parser
 
@@ -150,7 +158,7 @@ def start(command: Sequence[str], ranks: int, limit: float, environment: dict[st
     try:
         return job.wait(limit)
     except subprocess.TimeoutExpired:
-        print(f"mpitrain: not done after {limit:g} s (--limit); ending it", file=sys.stderr)
+        print(f"mpitrain: not finished after {limit:g} s (--limit); stopping it", file=sys.stderr)
         return EXIT_FAILED
     finally:
         if job.poll() is None:
@@ -215,5 +223,5 @@ def _counts(text: str) -> list[int]:
     except ValueError:
         counts = []
     if not counts or min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of rank counts; write 2,4,8")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers of ranks; write 2,4,8")
     return counts

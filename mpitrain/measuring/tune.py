@@ -1,4 +1,4 @@
-"""The fastest algorithm of each collective at each size, kept for later jobs on this kind of machine."""
+"""Measurement of the fastest algorithm of each collective at each size, stored for later jobs on such machines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpitrain.comm.selection import TABLES, Algorithms, Setting, describe_rules,
 from mpitrain.errors import InputError
 from mpitrain.inference.commands import parse
 from mpitrain.measuring.self_start import byte_sizes, make_parser, run_measurement
-from mpitrain.speeds.timing import Contender, interleaved
+from mpitrain.speeds.timing import Contender, measure_in_turns
 
 SIZES = [16 << 2 * i for i in range(12)]  # bytes: 16 B to 64 MiB
 _QUICK_SIZES = [64, 64 << 10, 1 << 20, 4 << 20]
@@ -68,7 +68,7 @@ class AlgorithmContenders:
         one_node, reached = world.num_nodes == 1, memory == "arena" or self._reads_neighbours
         known = {name: a for name, a in table.items() if not (one_node and name == "two_level")}
         usable = [n for n, a in known.items() if (one_node or not a.one_node) and (reached or a.stages or not a.reach)]
-        return contenders(size, **{name: calls[table.operation](name) for name in usable})
+        return make_contenders(size, **{name: calls[table.operation](name) for name in usable})
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def in_arena(world: Communicator, numel: int, dtype: torch.dtype = torch.float32
         arena.free()
 
 
-def contenders(size: int, **calls: Callable[[], object]) -> dict[str, Contender]:
+def make_contenders(size: int, **calls: Callable[[], object]) -> dict[str, Contender]:
     """Return contenders by name.
 
     Args:
@@ -128,7 +128,7 @@ def _tune(world: Communicator, options: argparse.Namespace) -> str:
         medians = {}
         for size in options.sizes or (_QUICK_SIZES if options.quick else SIZES):
             with bench.of(table, memory, size) as contenders:
-                times = interleaved(world, contenders, repeats, seconds)
+                times = measure_in_turns(world, contenders, repeats, seconds)
             medians[size] = {name: took.median for name, took in times.items()}
         place = Setting(0, 0, world.nodes, memory, world.process.spare_cores < 0).place
         key = rules_key(table.operation, place, world.size)

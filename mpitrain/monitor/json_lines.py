@@ -36,21 +36,21 @@ class GrowingFile:
         last_bytes: Number of bytes before the end of the file at which to start reading; None starts at the beginning.
 
     Attributes:
-        begun_anew: Number of times the file was replaced, or was shorter than the part already read.
+        replacements: Number of times the file was replaced, or was shorter than the part already read.
     """
 
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:
         self.path = path
-        self.begun_anew = 0
+        self.replacements = 0
         self._last_bytes = last_bytes
         self._file: tuple[int, int] | None = None  # device and inode
         self._read = 0  # bytes, up to the end of a line
-        self._passing = False  # whether `_read` is inside a line whose rest is to be skipped
+        self._skipping = False  # whether `_read` is inside a line whose rest is to be skipped
 
     def lines(self) -> Iterator[bytes | None]:
         """Yield the lines added since the last call; None in place of a line of more than `LONGEST` bytes.
 
-        If the file was replaced or truncated, `begun_anew` is increased and then all lines are yielded again. An
+        If the file was replaced or truncated, `replacements` is increased and then all lines are yielded again. An
         incomplete last line is left for the next call.
 
         Raises:
@@ -61,17 +61,17 @@ class GrowingFile:
             before, self._file = self._file, (status.st_dev, status.st_ino)
             if before is None:
                 if self._last_bytes is not None and status.st_size > self._last_bytes:
-                    self._read, self._passing = status.st_size - self._last_bytes, True
+                    self._read, self._skipping = status.st_size - self._last_bytes, True
             elif before != self._file or status.st_size < self._read:
-                self.begun_anew += 1
-                self._read, self._passing = 0, False
+                self.replacements += 1
+                self._read, self._skipping = 0, False
             file.seek(self._read)
             while line := file.readline(LONGEST + 1):
                 whole = line.endswith(b"\n")
-                if not (whole or self._passing or len(line) > LONGEST):
+                if not (whole or self._skipping or len(line) > LONGEST):
                     return
                 self._read += len(line)
-                passing, self._passing = self._passing, not whole
+                passing, self._skipping = self._skipping, not whole
                 if not passing:
                     yield line if len(line) <= LONGEST else None
 
@@ -81,7 +81,7 @@ class GrowingFile:
             yield from (line or b"\n" for line in self.lines())
 
 
-def parsed(line: bytes, kind: Callable[[Any], T]) -> T | None:
+def parse_line(line: bytes, kind: Callable[[Any], T]) -> T | None:
     """Return `kind(value)` for the JSON value of a line, or None if the line is no JSON or `kind` raises ValueError.
 
     Args:
@@ -114,11 +114,11 @@ def read_lines(
     try:
         for number, line in enumerate(GrowingFile(path).lines(), 1):
             if line is None:
-                raise InputError(f"{what} {path}: line {number} has more than {LONGEST >> 20} MiB; remove it")
+                raise InputError(f"{what} {path}: line {number} is longer than {LONGEST >> 20} MiB; remove it")
             try:
                 value = kind(json.loads(line))
             except ValidationError as error:
-                raise InputError(f"{what} {path}, line {number}: {first_problem(error)}; mend that line") from None
+                raise InputError(f"{what} {path}, line {number}: {first_problem(error)}; fix that line") from None
             except (ValueError, RecursionError):
                 if torn is not None:
                     raise torn from None
@@ -131,7 +131,9 @@ def read_lines(
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise InputError(f"{what} {path} cannot be read ({reason(error)}); give a run folder you may read") from None
+        raise InputError(
+            f"{what} {path} cannot be read ({reason(error)}); use a run folder that you may read"
+        ) from None
     if torn is not None:
         raise torn
 
@@ -154,7 +156,7 @@ class LineWriter:
         self._what = f"{what} {path}"
         with report_unwritable(self._what):
             self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - it stays open as long as the writer
-            self._cut_torn()
+            self._cut_incomplete_line()
 
     def append(self, *lines: Mapping[str, Any]) -> None:
         """Append lines. Numbers that are not finite are written as null, because JSON has no NaN or infinity.
@@ -174,13 +176,13 @@ class LineWriter:
             except OSError as error:
                 with suppress(OSError):
                     self._file.truncate(size)
-                raise OSError(0, reason(error) + (": only a part of a line was written" if written else "")) from None
+                raise OSError(0, reason(error) + (": only a part of the line was written" if written else "")) from None
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _cut_torn(self) -> None:
+    def _cut_incomplete_line(self) -> None:
         """Remove the bytes after the last whole line."""
         end = size = self._file.seek(0, os.SEEK_END)
         while end > 0:
@@ -217,7 +219,9 @@ Ranks = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Text = Annotated[str, Field(strict=True)]
 KnownNumbers = Annotated[
     dict[str, Number],
-    BeforeValidator(lambda told: {k: v for k, v in told.items() if v is not None} if isinstance(told, dict) else told),
+    BeforeValidator(
+        lambda value: {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+    ),
 ]
 
 
@@ -303,7 +307,9 @@ class EventLine(BaseModel, extra="allow"):
     @model_validator(mode="after")
     def _ranks_are_lost_by_number(self) -> EventLine:
         if self.ranks is not None and isinstance(self.ranks, list) != (self.event == "lost"):
-            raise ValueError(f"ranks: expected {'their numbers' if self.event == 'lost' else 'how many there are'}")
+            raise ValueError(
+                f"ranks: expected {'a list of rank numbers' if self.event == 'lost' else 'the number of ranks'}"
+            )
         return self
 
 

@@ -37,7 +37,7 @@ class _LogFile(logging.FileHandler):
         pass
 
 
-def keep_rank_log(rank: int) -> logging.Logger:
+def buffer_rank_log(rank: int) -> logging.Logger:
     """Return the logger `mpitrain`, which buffers its records until `open_rank_log` opens the log file."""
     close_rank_log()
     return _log_to(MemoryHandler(sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False), rank, logging.INFO)
@@ -57,7 +57,7 @@ def open_rank_log(run_dir: str | Path, rank: int, level: int = logging.INFO) -> 
         InputError: The file cannot be opened.
     """
     path = log_path(run_dir, rank)
-    with reporting(f"log {path} cannot be written", "make room, or choose a run.dir you may write to"):
+    with reporting(f"log {path} cannot be written", "free some space, or choose a run.dir that you may write to"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab", buffering=0) as file:  # reports a full disk once, here, rather than at each record
             size = file.tell()

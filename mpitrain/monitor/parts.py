@@ -1,17 +1,17 @@
-"""Time of a training step, divided into parts that add up to the whole time of the main thread.
+"""Time of a training step by category; the categories add up to the whole time of the main thread.
 
     with clock.forward:        time spent here counts as forward,
         with clock.data:       time spent here counts as data instead,
             ...                and time spent waiting for other ranks counts as communication
 
-Nothing is estimated. The clock reads the time at each beginning and end of a part and adds the interval since the last
-reading to the innermost part that was open. Time outside all parts counts as `other`.
+Nothing is estimated. The clock reads the time at each beginning and end of a category and adds the interval since the
+last reading to the innermost category that was open. Time outside all of them counts as `other`.
 
-An accelerator executes its work later than the host launches it, so its parts are timed on the device. Each boundary is
-an event recorded in the main stream, and a part lasts from one event to the next, whether the device computed or was
-idle. The events are read once they have completed, usually after the host has waited for the device anyway, as it does
-in each step. The host's waits for other ranks say nothing about the device, so on an accelerator communication is
-included in the other parts.
+An accelerator executes its work later than the host launches it, so its categories are timed on the device. Each
+boundary is an event recorded in the main stream, and a category lasts from one event to the next, whether the device
+computed or was idle. The events are read once they have completed, usually after the host has waited for the device
+anyway, as it does in each step. The host's waits for other ranks say nothing about the device, so on an accelerator
+communication is included in the other categories.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
     from mpitrain.monitor.timeline.spans import Spans
 
-PARTS = ("data", "forward", "backward", "communication", "optimizer", "evaluation", "checkpoint", "other")
-_MANY = 4096
+TIME_CATEGORIES = ("data", "forward", "backward", "communication", "optimizer", "evaluation", "checkpoint", "other")
+_MOST_PENDING = 4096
 
 
-class TimedPart:
-    """Context manager that counts time as one of a clock's parts. It may be entered inside itself or another part."""
+class TimeCategory:
+    """Context manager that counts time as one of a clock's categories. It may be nested in itself or another one."""
 
     __slots__ = ("_clock", "name")
 
@@ -46,7 +46,7 @@ class TimedPart:
 
 
 class StepClock:
-    """Seconds of the main thread by part, since the clock was created or last read.
+    """Seconds of the main thread by category, since the clock was created or last read.
 
     Args:
         waited: Function that returns the seconds this thread has waited for other ranks so far.
@@ -54,10 +54,10 @@ class StepClock:
         now: Function that returns the time in seconds.
 
     Attributes:
-        data, forward, backward, communication, optimizer, evaluation, checkpoint: Context managers of the parts.
-        listener: Object whose `part` method is called when a part ends, or None.
-        steps: List of (step number, begin in seconds, seconds by part until then) while a timeline is recorded; else
-            None.
+        data, forward, backward, communication, optimizer, evaluation, checkpoint: Context managers of the categories.
+        listener: Object whose `add_category` method is called when a category ends, or None.
+        steps: List of (step number, begin in seconds, seconds by category until then) while a timeline is recorded;
+            else None.
     """
 
     def __init__(
@@ -79,33 +79,35 @@ class StepClock:
         self.steps: list[tuple[int, float, dict[str, float]]] | None = None
         self._open: list[
             tuple[str, Any, float]
-        ] = []  # open parts, outermost first: name, stamp and waited at its beginning
+        ] = []  # open categories, outermost first: name, stamp and waited at its beginning
         self._pending: deque[tuple[str, Any, float]] = (
             deque()
-        )  # intervals not yet counted: innermost part, stamp and waited at its end
-        self._told: deque[tuple[str, Any, Any, float]] = deque()  # finished parts that the listener has not got yet
-        self._seconds = dict.fromkeys(PARTS, 0.0)  # since the clock was created
-        self._before = dict.fromkeys(PARTS, 0.0)  # the part of `_seconds` that `read` has returned
-        self._at: tuple[Any, float] = (self._stamp(), waited())
-        self.data, self.forward, self.backward = (TimedPart(self, name) for name in PARTS[:3])
-        self.communication, self.optimizer, self.evaluation, self.checkpoint = (TimedPart(self, n) for n in PARTS[3:7])
+        )  # intervals not yet counted: innermost category, stamp and waited at its end
+        self._ended: deque[tuple[str, Any, Any, float]] = deque()  # ended, but the listener was not called yet
+        self._seconds = dict.fromkeys(TIME_CATEGORIES, 0.0)  # since the clock was created
+        self._read_seconds = dict.fromkeys(TIME_CATEGORIES, 0.0)  # the share of `_seconds` that `read` has returned
+        self._boundary: tuple[Any, float] = (self._stamp(), waited())
+        self.data, self.forward, self.backward = (TimeCategory(self, name) for name in TIME_CATEGORIES[:3])
+        self.communication, self.optimizer, self.evaluation, self.checkpoint = (
+            TimeCategory(self, n) for n in TIME_CATEGORIES[3:7]
+        )
 
     def enter(self, name: str) -> None:
-        """Begin a part; see `TimedPart`."""
+        """Begin a category; see `TimeCategory`."""
         stamp, waited = self._stamp(), self._waited()
         self._pending.append((self._open[-1][0] if self._open else "other", stamp, waited))
         self._open.append((name, stamp, waited))
 
     def leave(self) -> None:
-        """End the innermost part."""
+        """End the innermost category."""
         stamp, waited = self._stamp(), self._waited()
         name, begin, before = self._open.pop()
         self._pending.append((name, stamp, waited))
         if self.listener is not None:
-            self._told.append((name, begin, stamp, waited - before))
+            self._ended.append((name, begin, stamp, waited - before))
             if self._device_times is None:
-                self._tell()
-        if len(self._pending) > _MANY:  # this many accumulate only if nobody reads the clock
+                self._notify_listener()
+        if len(self._pending) > _MOST_PENDING:  # this many accumulate only if nobody reads the clock
             self.settle()
 
     def step(self, number: int) -> None:
@@ -120,7 +122,7 @@ class StepClock:
             self.steps.append((number, self._now(), totals))
 
     def settle(self, *, wait: bool = False) -> None:
-        """Add the completed intervals to the seconds of their parts.
+        """Add the completed intervals to the seconds of their categories.
 
         Args:
             wait: If true, wait for the device first, so that all intervals are completed.
@@ -130,55 +132,55 @@ class StepClock:
             device.synchronize()
         pending = self._pending
         while pending and (device is None or pending[0][1].query()):
-            part, stamp, waited = pending.popleft()
-            since, before = self._at
+            category, stamp, waited = pending.popleft()
+            since, before = self._boundary
             if device is None:
                 took, came = stamp - since, waited - before
                 self._seconds["communication"] += came
-                self._seconds[part] += took - came
+                self._seconds[category] += took - came
             else:  # the host's waits in this interval say nothing about the device
-                self._seconds[part] += device.seconds(since, stamp)
-            self._at = stamp, waited
-        self._tell()
+                self._seconds[category] += device.seconds(since, stamp)
+            self._boundary = stamp, waited
+        self._notify_listener()
 
     def read(self) -> dict[str, float]:
-        """Return the seconds by part since the last call, up to now; on a device, up to its last completed event."""
-        before, self._before = self._before, self.totals()
-        return {part: seconds - before[part] for part, seconds in self._before.items()}
+        """Return the seconds by category since the last call, up to now, or to the device's last completed event."""
+        before, self._read_seconds = self._read_seconds, self.totals()
+        return {category: seconds - before[category] for category, seconds in self._read_seconds.items()}
 
     def totals(self) -> dict[str, float]:
-        """Return the seconds by part since the clock was created, up to now."""
-        part = self._open[-1][0] if self._open else "other"
-        self._pending.append((part, self._stamp(), self._waited()))
+        """Return the seconds by category since the clock was created, up to now."""
+        category = self._open[-1][0] if self._open else "other"
+        self._pending.append((category, self._stamp(), self._waited()))
         self.settle()
         return dict(self._seconds)
 
-    def leave_out(self) -> None:
-        """Discard the time since the last boundary, so that no part counts it. Call it outside all parts."""
+    def skip(self) -> None:
+        """Discard the time since the last boundary, so that no category counts it. Call it outside all of them."""
         self.settle(wait=True)
-        self._at = (self._stamp(), self._waited())
+        self._boundary = (self._stamp(), self._waited())
 
-    def begin_anew(self) -> None:
-        """Discard the time that was not read yet, and close parts that an error has left open."""
+    def reset(self) -> None:
+        """Discard the time that was not read yet, and close categories that an error has left open."""
         self._open.clear()
         self._pending.clear()
-        self._told.clear()
-        self._before = dict(self._seconds)
-        self._at = (self._stamp(), self._waited())
+        self._ended.clear()
+        self._read_seconds = dict(self._seconds)
+        self._boundary = (self._stamp(), self._waited())
 
-    def _tell(self) -> None:
-        """Call the listener for each part that has ended."""
-        parts, device = self._told, self._device_times
-        while parts and (device is None or parts[0][2].query()):
-            name, begin, end, waited = parts.popleft()
+    def _notify_listener(self) -> None:
+        """Call the listener for each category that has ended."""
+        ended, device = self._ended, self._device_times
+        while ended and (device is None or ended[0][2].query()):
+            name, begin, end, waited = ended.popleft()
             if self.listener is not None:
                 if device is not None:
                     begin, end = device.host_time(begin), device.host_time(end)
-                self.listener.part(name, begin, end, waited)
+                self.listener.add_category(name, begin, end, waited)
 
 
 class _DeviceTimes:
-    """Part boundaries recorded as events in the main stream of a device."""
+    """Boundaries of categories recorded as events in the main stream of a device."""
 
     def __init__(self, device: torch.device, now: Callable[[], float]) -> None:
         from mpitrain.comm.memory import device as devices
@@ -186,7 +188,7 @@ class _DeviceTimes:
         self._devices, self._device = devices, device
         self._origin = devices.record_event(device, timed=True)
         self._origin.synchronize()
-        self._began = now()  # host time at which the first event completed
+        self._origin_time = now()  # host time at which the first event completed
 
     def stamp(self) -> torch.Event:
         """Return an event recorded after all work launched on the device so far."""
@@ -203,7 +205,7 @@ class _DeviceTimes:
 
     def host_time(self, event: torch.Event) -> float:
         """Return the time on the host's clock at which the device reached an event."""
-        return self._began + self.seconds(self._origin, event)
+        return self._origin_time + self.seconds(self._origin, event)
 
     def synchronize(self) -> None:
         """Wait until the device has finished all launched work."""

@@ -72,13 +72,13 @@ class Progress:
         if self._bar is not None:
             self._bar.show(step, loss, lr, rate, self._unit, left, skipped)
         elif step % self._every == 0 or step in (self._start + 1, self._total):
-            self.say(plain_line(step, self._total, loss, lr, rate, self._unit, left) + _skipped(skipped))
+            self.print_line(plain_line(step, self._total, loss, lr, rate, self._unit, left) + _skipped(skipped))
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line of text, above the bar if there is one."""
         text = printable(text, None, as_text=True)
         if self._bar is not None:
-            self._bar.say(text)
+            self._bar.print_line(text)
         else:
             print(text, file=self._stream, flush=True)
 
@@ -172,7 +172,7 @@ class _Bar:
 
         self._terminal, self._drawn = terminal, 0.0
         self._console = Console(file=stream, force_terminal=True)
-        self._fit()
+        self._update_width()
         steps, bar = TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=None)
         text = TextColumn("{task.fields[text]}", markup=False)
         self._rich = RichProgress(
@@ -183,22 +183,22 @@ class _Bar:
         self._console.show_cursor(True)
 
     def show(self, step: int, loss: float, lr: float, rate: float, unit: str, left: float, skipped: int) -> None:
-        self._fit()
+        self._update_width()
         text = bar_text(self._console.width, loss, lr, rate, unit, left) + _skipped(skipped)
         due = time.monotonic() - self._drawn >= REDRAW_S
         self._rich.update(self._task, completed=step, text=text, refresh=due)
         if due:
             self._drawn = time.monotonic()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._rich.stop()
 
-    def _fit(self) -> None:
+    def _update_width(self) -> None:
         """Read the terminal's width: it may be resized, and under a launcher rich cannot query it."""
-        with suppress(OSError), open(self._terminal, opener=_without_taking_it) as device:
+        with suppress(OSError), open(self._terminal, opener=_open_terminal) as device:
             self._console.width = os.get_terminal_size(device.fileno()).columns or 80
 
 
@@ -230,13 +230,13 @@ def terminal_behind(descriptor: int) -> str | None:
         if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(descriptor)):
             return None
         path = os.readlink(f"/proc/{launcher}/fd/{descriptor}")
-        with open(path, opener=_without_taking_it) as device:
+        with open(path, opener=_open_terminal) as device:
             return path if device.isatty() else None
     except OSError:  # a path such as pipe:[123], or no permission
         return None
 
 
-def _without_taking_it(path: str, flags: int) -> int:
+def _open_terminal(path: str, flags: int) -> int:
     """Open a terminal without making it the controlling terminal of this process."""
     return os.open(path, flags | os.O_NOCTTY)
 

@@ -46,7 +46,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from mpitrain.errors import InputError
-from mpitrain.monitor.json_lines import EventLine, FullStepLine, GrowingFile, LineWriter, parsed, read_lines
+from mpitrain.monitor.json_lines import EventLine, FullStepLine, GrowingFile, LineWriter, parse_line, read_lines
 from mpitrain.storage.disk import free_name, open_plain, replacing
 from mpitrain.storage.run_folder import CHECKPOINTS, EVENTS, METRICS, RANKS, rank_path, report_unwritable
 from mpitrain.storage.text import align_rows, counted, duration, number_text, rates_text, with_spaces
@@ -91,12 +91,12 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     path = path / EVENTS if path.is_dir() else path
     try:
-        return list(read_lines(path, "events", checked_event))
+        return list(read_lines(path, "events", check_event))
     except FileNotFoundError:
         return []
 
 
-def checked_event(value: Any) -> dict[str, Any]:
+def check_event(value: Any) -> dict[str, Any]:
     """Return a JSON value unchanged if it is a valid event. Raises ValueError otherwise."""
     try:
         EventLine.model_validate(value)
@@ -105,7 +105,7 @@ def checked_event(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def why_no_step(folder: Path) -> str:
+def explain_missing_steps(folder: Path) -> str:
     """Return a message that explains, from the events, why a run folder has no finished step.
 
     Args:
@@ -117,10 +117,10 @@ def why_no_step(folder: Path) -> str:
     except InputError:
         last = {}
     if last.get("outcome") == "failed":
-        return f"{none}: its job failed ({last.get('message') or 'without a message'}); mend that, and start it again"
+        return f"{none}: its job failed ({last.get('message') or 'without a message'}); fix it and start the job again"
     if last:
-        return f"{none}; python -m mpitrain.report --watch {shlex.quote(str(folder))} shows what becomes of it"
-    return f"{none}; give the folder of a run that took one"
+        return f"{none}; python -m mpitrain.report --watch {shlex.quote(str(folder))} shows its progress"
+    return f"{none}; use the folder of a run that finished a step"
 
 
 HELD_OUT = "held_out_"  # prefix of the names of held-out metrics
@@ -163,7 +163,9 @@ class MetricsWriter(LineWriter):
             InputError: The line cannot be written.
         """
         if step <= self._last_step:
-            raise ValueError(f"metrics of step {step} after those of step {self._last_step}: each step stands once")
+            raise ValueError(
+                f"metrics of step {step} cannot follow those of step {self._last_step}; each step has one line"
+            )
         self._last_step = step
         self.append({"step": step} | figures)
 
@@ -195,7 +197,7 @@ def step_lines(path: Path) -> Iterator[FullStepLine]:
             none = False
             yield line
     if none:
-        raise InputError(why_no_step(path))
+        raise InputError(explain_missing_steps(path))
 
 
 def _read(path: Path, kind: Callable[[Any], T]) -> Iterator[T]:
@@ -203,7 +205,7 @@ def _read(path: Path, kind: Callable[[Any], T]) -> Iterator[T]:
     try:
         yield from read_lines(path, "metrics", kind)
     except FileNotFoundError:
-        raise InputError(f"metrics {path} do not exist; give the folder of a run that took a step") from None
+        raise InputError(f"metrics {path} do not exist; use the folder of a run that finished a step") from None
 
 
 def _with_step(value: Any) -> dict[str, Any]:
@@ -218,7 +220,7 @@ def _cut_after(path: Path, resume_step: int) -> int:
     last = -1
     with open_plain(path), replacing(path) as aside, open(aside, "wb") as file:  # refuses a pipe, which could block
         for line in GrowingFile(path).lines():
-            value = parsed(line or b"", _with_step)
+            value = parse_line(line or b"", _with_step)
             if line is not None and value is not None and last < value["step"] <= resume_step:
                 last = value["step"]
                 file.write(line)
@@ -227,9 +229,9 @@ def _cut_after(path: Path, resume_step: int) -> int:
 
 SERVER = "server"  # the role of a rank that takes no steps itself
 _FLUSH = 5.0  # longest time in seconds that a line stays in memory, and ...
-_YOUNG = 0.5  # ... as a share of the time since the start, so that a job killed early still leaves its first lines
-_LEAST = 0.5  # least time in seconds between two lines, and ...
-_PART = 1e-3  # ... as a share of the time since the start, so that files of long runs stay small
+_EARLY_FLUSH = 0.5  # ... as a share of the time since the start, so that a job killed early leaves its first lines
+_LINE_INTERVAL = 0.5  # least time in seconds between two lines, and ...
+_LINE_SHARE = 1e-3  # ... as a share of the time since the start, so that files of long runs stay small
 
 
 def rank_name(rank: int, role: object) -> str:
@@ -272,22 +274,24 @@ class RankWriter(LineWriter):
     def due(self) -> bool:
         """Return whether to write a line after a step that ends now."""
         now = time.monotonic()
-        return self._written == self._began or now - self._written >= max(_LEAST, _PART * (now - self._began))
+        return self._written == self._began or now - self._written >= max(
+            _LINE_INTERVAL, _LINE_SHARE * (now - self._began)
+        )
 
-    def write(self, step: int, steps: int, **told: Any) -> None:
+    def write(self, step: int, steps: int, **values: Any) -> None:
         """Append a line, which is buffered at first.
 
         Args:
             step: Last step that the line covers.
             steps: Number of steps that it covers.
-            told: Further values of the line.
+            values: Further values of the line.
 
         Raises:
             InputError: The buffered lines cannot be written.
         """
-        self._lines.append({"step": step, "steps": steps, "time": time.time()} | told)
+        self._lines.append({"step": step, "steps": steps, "time": time.time()} | values)
         first, self._written = self._written == self._began, time.monotonic()
-        if first or self._written - self._flushed >= min(_FLUSH, _YOUNG * (self._written - self._began)):
+        if first or self._written - self._flushed >= min(_FLUSH, _EARLY_FLUSH * (self._written - self._began)):
             self.flush()
 
     def flush(self) -> None:
@@ -327,7 +331,7 @@ def summary(folder: Path) -> str:
         ("held-out loss", " -> ".join(f"{_loss(v)} (step {s})" for s, v in held_out[:: max(1, len(held_out) // 4)])),
         *_metrics(lines),
         ("speed", rates_text(sum(line.samples for line in lines) / took, sum(line.tokens for line in lines) / took)),
-        ("step time", f"median {median(line.step_s for line in lines) * 1e3:.1f} ms, in all {duration(took)}"),
+        ("step time", f"median {median(line.step_s for line in lines) * 1e3:.1f} ms, total {duration(took)}"),
         ("between groups", _between_groups(lines)),
         ("staleness", _staleness(lines)),
         ("memory", _memory(lines)),
@@ -353,7 +357,7 @@ def _between_groups(lines: Sequence[FullStepLine]) -> str:
     sent = [line.between_groups_bytes for line in lines if line.between_groups_bytes is not None]
     if not sent:
         return ""
-    return f"{median_high(sent) / 1e6:.4g} MB sent by rank 0 a step, {len(sent)} meetings in {len(lines)} steps"
+    return f"{median_high(sent) / 1e6:.4g} MB sent by rank 0 per averaging step, {len(sent)} of {len(lines)} steps"
 
 
 def _staleness(lines: Sequence[FullStepLine]) -> str:
@@ -384,4 +388,4 @@ def _memory(lines: Sequence[FullStepLine]) -> str:
     for name, count in bytes_in_use.items():
         formula = f" ({memory.expected[name] / 1e6:.4g})" if name in memory.expected else ""
         parts.append(f"{name} {count / 1e6:.4g}{formula}")
-    return ", ".join(parts) + " MB on rank 0 (in brackets: by formula)"
+    return ", ".join(parts) + " MB on rank 0 (in brackets: predicted by formula)"

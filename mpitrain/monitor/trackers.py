@@ -19,16 +19,16 @@ from typing import Any
 from mpitrain.config.named import describe_error, find
 from mpitrain.config.run import MonitorSection
 from mpitrain.errors import InputError, MpitrainError
-from mpitrain.monitor.report.findings import flat
+from mpitrain.monitor.report.findings import flatten
 from mpitrain.storage.disk import write_whole
 from mpitrain.storage.run_folder import MLFLOW, TENSORBOARD, WANDB
 
 IDENTITY = "mpitrain-run-id"  # name of the file in a tracker's folder that has the identity of the run
-_ELSEWHERE = ("online", "shared")  # values of WANDB_MODE that need a login
+_OTHER_HOST = ("online", "shared")  # values of WANDB_MODE that need a login
 # limits for MLflow
 _FLUSH_EVERY = 5.0  # seconds
-_AT_ONCE = 900  # figures; MLflow accepts 1,000
-_FOREIGN = re.compile(r"[^\w\-. :/]")  # characters that MLflow does not allow in a name
+_BATCH = 900  # figures; MLflow accepts 1,000
+_DISALLOWED = re.compile(r"[^\w\-. :/]")  # characters that MLflow does not allow in a name
 _SETTINGS_AT_ONCE, _LONGEST = 100, 6000  # number of settings per call, and characters of one
 
 
@@ -60,7 +60,7 @@ class Tracker:
         """Finish the record; no step follows in this job."""
 
 
-def names(run_dir: Path, config: Mapping[str, Any]) -> tuple[str, str]:
+def project_and_name(run_dir: Path, config: Mapping[str, Any]) -> tuple[str, str]:
     """Return the project and the name of a run; the name is monitor.name, or else the name of its folder.
 
     Args:
@@ -71,7 +71,7 @@ def names(run_dir: Path, config: Mapping[str, Any]) -> tuple[str, str]:
     return monitor["project"], monitor["name"] or run_dir.absolute().name
 
 
-def kept_id(path: Path, resume_step: int | None) -> str:
+def stored_id(path: Path, resume_step: int | None) -> str:
     """Return the stored identity of a resumed run, or "" for a run from the start or without a stored identity.
 
     Args:
@@ -92,7 +92,8 @@ def _package(name: str, key: str, extra: str) -> Any:
         return import_module(name)
     except ImportError as error:
         raise InputError(
-            f'{key} needs a package that is not there ({error}); pip install "mpitrain[{extra}]", or leave it out'
+            f"{key} needs a package that is not installed ({error}); "
+            f'pip install "mpitrain[{extra}]", or remove the setting'
         ) from error
 
 
@@ -130,13 +131,13 @@ class WeightsAndBiases(Tracker):
 
     def start(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
         mode = os.environ.get("WANDB_MODE") or "offline"
-        if mode in _ELSEWHERE and not self._wandb.api.api_key:  # wandb would ask for a key at the terminal
+        if mode in _OTHER_HOST and not self._wandb.api.api_key:  # wandb would ask for a key at the terminal
             raise InputError(
-                f"monitor.wandb: WANDB_MODE is {mode} and nobody is logged in; set WANDB_API_KEY, or leave it out"
+                f"monitor.wandb: WANDB_MODE is {mode} and nobody is logged in; set WANDB_API_KEY or unset WANDB_MODE"
             )
-        project, name = names(run_dir, config)
+        project, name = project_and_name(run_dir, config)
         id_path = run_dir / WANDB / IDENTITY
-        identity = kept_id(id_path, resume_step) or secrets.token_hex(4)
+        identity = stored_id(id_path, resume_step) or secrets.token_hex(4)
         id_path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(id_path, identity + "\n")
         settings = self._wandb.Settings(mode=mode, silent=True, console="off")
@@ -165,14 +166,14 @@ class MLflow(Tracker):
         mlflow = _package("mlflow", "monitor.mlflow", "trackers")
         self._make, self._entities = mlflow.MlflowClient, _package("mlflow.entities", "monitor.mlflow", "trackers")
         self._last = 0  # last step already logged
-        self._waiting: list[Any] = []
+        self._unsent: list[Any] = []
 
     def start(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
         where = run_dir.absolute() / MLFLOW
         where.mkdir(parents=True, exist_ok=True)
         self._client = self._make(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or where.as_uri())
-        project, name = names(run_dir, config)
-        self._run = kept_id(where / IDENTITY, resume_step)
+        project, name = project_and_name(run_dir, config)
+        self._run = stored_id(where / IDENTITY, resume_step)
         if self._run:
             self._client.set_terminated(self._run, "RUNNING")
             self._last = max((m.step for m in self._client.get_metric_history(self._run, "loss")), default=0)
@@ -181,7 +182,7 @@ class MLflow(Tracker):
             experiment = existing.experiment_id if existing else self._client.create_experiment(project)
             self._run = self._client.create_run(experiment, run_name=name).info.run_id
             write_whole(where / IDENTITY, self._run + "\n")
-            parameters = [self._entities.Param(key, str(value)[:_LONGEST]) for key, value in flat(config).items()]
+            parameters = [self._entities.Param(key, str(value)[:_LONGEST]) for key, value in flatten(config).items()]
             for begin in range(0, len(parameters), _SETTINGS_AT_ONCE):
                 self._client.log_batch(self._run, params=parameters[begin : begin + _SETTINGS_AT_ONCE])
         self._flushed = time.monotonic()
@@ -192,9 +193,9 @@ class MLflow(Tracker):
         now = round(time.time() * 1000)
         metric = self._entities.Metric
         # MLflow normalizes names as paths
-        named = {posixpath.normpath(_FOREIGN.sub("_", name)): float(value) for name, value in figures.items()}
-        self._waiting += [metric(name, value, now, step) for name, value in named.items()]
-        if time.monotonic() - self._flushed > _FLUSH_EVERY or len(self._waiting) > _AT_ONCE:
+        named = {posixpath.normpath(_DISALLOWED.sub("_", name)): float(value) for name, value in figures.items()}
+        self._unsent += [metric(name, value, now, step) for name, value in named.items()]
+        if time.monotonic() - self._flushed > _FLUSH_EVERY or len(self._unsent) > _BATCH:
             self._flush()
 
     def close(self) -> None:
@@ -202,13 +203,13 @@ class MLflow(Tracker):
         self._client.set_terminated(self._run)
 
     def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for begin in range(0, len(waiting), _AT_ONCE):
-            self._client.log_batch(self._run, metrics=waiting[begin : begin + _AT_ONCE])
+        waiting, self._unsent = self._unsent, []
+        for begin in range(0, len(waiting), _BATCH):
+            self._client.log_batch(self._run, metrics=waiting[begin : begin + _BATCH])
         self._flushed = time.monotonic()
 
 
-def asked_for(section: MonitorSection) -> list[Tracker]:
+def requested_trackers(section: MonitorSection) -> list[Tracker]:
     """Return the trackers that the settings request.
 
     Raises:
@@ -220,7 +221,7 @@ def asked_for(section: MonitorSection) -> list[Tracker]:
         tracker = find("monitor.tracker", section.tracker)()
         if not isinstance(tracker, Tracker):
             raise InputError(
-                f"monitor.tracker {section.tracker} makes {type(tracker).__name__}, which is no "
+                f"monitor.tracker {section.tracker} returns a {type(tracker).__name__}, which is not a "
                 "mpitrain.monitor.trackers.Tracker; derive it from that class"
             )
         trackers.append(tracker)
@@ -256,7 +257,7 @@ class Tracking:
                 raise
             except Exception as error:
                 raise InputError(
-                    f"{_name(tracker)} cannot start: {describe_error(error)}; mend that, or leave it out"
+                    f"{_name(tracker)} cannot start: {describe_error(error)}; fix the problem or remove the tracker"
                 ) from error
 
     def log(self, step: int, figures: Mapping[str, Any]) -> None:
@@ -274,7 +275,7 @@ class Tracking:
                 tracker.log(step, numbers)
             except Exception as error:
                 self._trackers.remove(tracker)
-                self._warn(f"{_name(tracker)} failed and is left out from step {step} on: {describe_error(error)}")
+                self._warn(f"{_name(tracker)} failed at step {step} and is not used any more: {describe_error(error)}")
                 with suppress(Exception):
                     tracker.close()
 
@@ -285,7 +286,7 @@ class Tracking:
             try:
                 tracker.close()
             except Exception as error:
-                self._warn(f"{_name(tracker)} failed as it ended: {describe_error(error)}")
+                self._warn(f"{_name(tracker)} failed when it was closed: {describe_error(error)}")
 
 
 def _name(tracker: Tracker) -> str:

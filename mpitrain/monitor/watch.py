@@ -29,12 +29,12 @@ from rich.text import Text
 
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError, printable
 from mpitrain.monitor.json_lines import StepLine
-from mpitrain.monitor.watched import EXIT_CODES, Curve, RunStatus, Watched
+from mpitrain.monitor.watched import EXIT_CODES, Curve, RunStatus, WatchedRun
 from mpitrain.storage.text import counted, duration, duration_text, number_text, seconds_text, short
 
 _EVERY = 1.0  # seconds between reads of metrics and events
 _RANKS_EVERY = 5.0  # seconds between reads of the ranks' files, of which there are many
-_TELL_EVERY = 10.0  # seconds between lines on a pipe
+_PRINT_EVERY = 10.0  # seconds between lines on a pipe
 
 
 def run(folder: Path, *, once: bool = False) -> int:
@@ -52,16 +52,16 @@ def run(folder: Path, *, once: bool = False) -> int:
         InputError: The path is a file.
     """
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"run folder {folder} is a file; give the folder of a run, such as {folder.parent}")
-    watched, console = Watched(folder), Console(highlight=False)
+        raise InputError(f"run folder {folder} is a file; use the folder of a run, such as {folder.parent}")
+    watched, console = WatchedRun(folder), Console(highlight=False)
     try:
         if once:
-            watched.look()
-            console.print(frame(watched, console.width, plain=_plain(console)))
+            watched.read()
+            console.print(frame(watched, console.width, plain=_is_ascii(console)))
         elif console.is_terminal and not console.is_dumb_terminal:
             _redraw(watched, console)
         else:
-            _tell(watched)
+            _print_lines(watched)
     except KeyboardInterrupt:
         return EXIT_DONE
     except BrokenPipeError:  # the reader is gone; keep Python from reporting it again when it flushes
@@ -71,62 +71,62 @@ def run(folder: Path, *, once: bool = False) -> int:
     return EXIT_CODES.get(status, EXIT_FAILED if status is RunStatus.KILLED else EXIT_DONE)
 
 
-def _redraw(watched: Watched, console: Console) -> None:
+def _redraw(watched: WatchedRun, console: Console) -> None:
     """Redraw frames on the alternate screen, and print the last one on the normal screen at the end."""
-    plain = _plain(console)
+    plain = _is_ascii(console)
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            for _ in _looks(watched):
+            for _ in _poll(watched):
                 live.update(frame(watched, console.width, plain=plain), refresh=True)
     finally:
         console.print(frame(watched, console.width, plain=plain))
 
 
-def _tell(watched: Watched) -> None:
+def _print_lines(watched: WatchedRun) -> None:
     last_print, status, step = float("-inf"), None, -1
     poller = select.poll()
     poller.register(
         sys.stdout.fileno(), 0
     )  # poll reports the error of a pipe without a reader even if no event is requested
-    for _ in _looks(watched):
+    for _ in _poll(watched):
         if poller.poll(0):
             return
-        news = [text for event in watched.news if (text := _told(event))]
-        watched.news.clear()
+        news = [text for event in watched.new_events if (text := _describe(event))]
+        watched.new_events.clear()
         for text in news:
             print(text, flush=True)
         now = time.monotonic()
-        if watched.status() is not status or (watched.step != step and now - last_print >= _TELL_EVERY):
+        if watched.status() is not status or (watched.step != step and now - last_print >= _PRINT_EVERY):
             last_print, status, step = now, watched.status(), watched.step
             print(line(watched), flush=True)
 
 
-def _looks(watched: Watched) -> Iterator[None]:
+def _poll(watched: WatchedRun) -> Iterator[None]:
     """Read the run's files again and again until it has ended, yielding after each time."""
     looked = float("-inf")
     while True:
         more = time.monotonic() - looked >= _RANKS_EVERY
         looked = time.monotonic() if more else looked
-        watched.look(more=more)
+        watched.read(more=more)
         ended = watched.status() in EXIT_CODES
         if ended and not more:
-            watched.look()
+            watched.read()
         yield
         if ended:
             return
         time.sleep(_EVERY)
 
 
-def _told(event: dict[str, Any]) -> str:
+def _describe(event: dict[str, Any]) -> str:
     """Return a line of text for a start or a loss of ranks, and "" for other events."""
     text = {
         "start": f"started at step {event['step']} with {event.get('ranks')} ranks",
-        "lost": f"ranks {printable(event.get('ranks'))} died before step {event['step']}; training goes on",
+        "lost": f"ranks {printable(event.get('ranks'))} died before step {event['step']}; training continues",
     }.get(event["event"])
     return f"{clock(event['time'])} {text}" if text else ""
 
 
-def _plain(console: Console) -> bool:
+def _is_ascii(console: Console) -> bool:
     """Return whether the terminal shows only ASCII."""
     return not console.encoding.lower().startswith("utf")
 
@@ -136,13 +136,13 @@ COLOURS = dict.fromkeys(("running", "done"), "green") | dict.fromkeys(("stopped"
 COLOURS |= dict.fromkeys(("failed", "killed"), "red")
 _HOSTS = 3  # hosts that are named
 _LABEL = 13  # width in characters of the column with the figures' names
-_FIRST = 32  # longest text behind a curve
+_CURVE_TEXT = 32  # longest text behind a curve
 _CURVE, _LEAST_CURVE = 60, 8  # longest and shortest curve
 _LEAST_BAR, _PLAIN_BAR = 8, 20  # shortest bar of steps, and its length in ASCII
-_SAID, _NAME = 300, 64  # longest warning and longest host name
-_RANKS = 6  # ranks whose step parts are shown
-_SHOWN_PARTS = {"data": "data", "forward": "forward", "backward": "backward", "communication": "comm."}
-_SHOWN_PARTS |= {"optimizer": "optim.", "evaluation": "eval.", "checkpoint": "save", "other": "other"}
+_LONGEST_TEXT, _NAME = 300, 64  # longest warning and longest host name
+_SHOWN_RANKS = 6  # ranks whose time categories are shown
+_SHOWN_CATEGORIES = {"data": "data", "forward": "forward", "backward": "backward", "communication": "comm."}
+_SHOWN_CATEGORIES |= {"optimizer": "optim.", "evaluation": "eval.", "checkpoint": "save", "other": "other"}
 
 
 def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
@@ -164,7 +164,7 @@ def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
     return "".join(levels[round((mean - least) / span * (len(levels) - 1)) if span else 0] for mean in means)
 
 
-def frame(run: Watched, width: int, *, plain: bool = False) -> RenderableType:
+def frame(run: WatchedRun, width: int, *, plain: bool = False) -> RenderableType:
     """Return all that is known of a run in about 20 lines, or more if lines have to be wrapped. No number is truncated.
 
     Args:
@@ -174,26 +174,26 @@ def frame(run: Watched, width: int, *, plain: bool = False) -> RenderableType:
     """
     status = run.status()
     word = status.value, f"bold {COLOURS.get(status.value, 'default')}"
-    parts: list[RenderableType] = [Text.assemble(word, "  ", (printable(run.folder, _SAID), "bold"))]
-    if detail := _said_of(run, status):
+    parts: list[RenderableType] = [Text.assemble(word, "  ", (printable(run.folder, _LONGEST_TEXT), "bold"))]
+    if detail := _status_detail(run, status):
         parts.append(Text(detail))
     if status is RunStatus.WAITING:
         return Group(*parts, *_warnings(run))
     if run.start:
         parts.append(Text(_machine(run)))
     parts += [_progress(run, width, plain), _figures(run, width, plain)]
-    if any(run.parts.values()):
-        parts.append(_parts(run, width))
+    if any(run.recent_times.values()):
+        parts.append(_time_table(run, width))
     return Group(*parts, *_warnings(run))
 
 
-def line(run: Watched) -> str:
+def line(run: WatchedRun) -> str:
     """Return the state of a run in one line."""
     step_line, status = run.steps.line, run.status()
-    detail = _said_of(run, status)
+    detail = _status_detail(run, status)
     words = [f"{clock(time.time())} {status.value}" + (f": {detail}" if detail else "")]
     if status is not RunStatus.WAITING:
-        words.append(f"step {run.step:,}" + (f"/{run.of_steps:,}" if run.of_steps else ""))
+        words.append(f"step {run.step:,}" + (f"/{run.total_steps:,}" if run.total_steps else ""))
     if step_line:
         words.append(f"loss {number_text(step_line.loss)}")
         if run.steps.held_out.last:
@@ -206,19 +206,19 @@ def line(run: Watched) -> str:
     return ", ".join(word for word in words if word)
 
 
-def _said_of(run: Watched, status: RunStatus) -> str:
+def _status_detail(run: WatchedRun, status: RunStatus) -> str:
     """Return a sentence about the status of a run, or ""."""
     if status is RunStatus.WAITING:
-        there = "has no line yet" if run.folder.is_dir() else "is not there yet"
-        return f"the folder {there}; the job may be in the queue, or starting"
+        there = "has no metrics yet" if run.folder.is_dir() else "does not exist yet"
+        return f"the folder {there}; the job may be in the queue or starting"
     if status in (RunStatus.SILENT, RunStatus.KILLED):
         since = clock(time.time() - run.quiet_seconds)
-        verb = "no line" if status is RunStatus.SILENT else "nothing"
+        verb = "no new line" if status is RunStatus.SILENT else "nothing new"
         return f"{verb} since {since} ({duration_text(run.quiet_seconds)}); {run.lock_text()}"
-    return printable(run.end.get("message") or "", _SAID)
+    return printable(run.end.get("message") or "", _LONGEST_TEXT)
 
 
-def _machine(run: Watched) -> str:
+def _machine(run: WatchedRun) -> str:
     start = run.start
     hosts = [printable(host, _NAME) for host in start.get("hosts") or []]
     more = f" and {len(hosts) - _HOSTS} more" if len(hosts) > _HOSTS else ""
@@ -230,8 +230,8 @@ def _machine(run: Watched) -> str:
     return f"{counted(int(start.get('ranks') or 0), 'rank')}{where}, started {began:%Y-%m-%d %H:%M} ({took}){means}"
 
 
-def _progress(run: Watched, width: int, plain: bool) -> RenderableType:
-    total = run.of_steps
+def _progress(run: WatchedRun, width: int, plain: bool) -> RenderableType:
+    total = run.total_steps
     if not total:
         return Text(f"step {run.step:,}")
     left = run.seconds_left if run.status() is RunStatus.RUNNING else None
@@ -250,12 +250,12 @@ def _progress(run: Watched, width: int, plain: bool) -> RenderableType:
     return table
 
 
-def _figures(run: Watched, width: int, plain: bool) -> Table:
+def _figures(run: WatchedRun, width: int, plain: bool) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True, min_width=_LABEL)
     table.add_column()  # wraps its lines between words
     step_line, room = run.steps.line or StepLine(step=0), width - _LABEL - 2
-    skipped = f"{counted(run.steps.skipped, 'step')}, for gradients that were not finite"
+    skipped = f"{counted(run.steps.skipped, 'step')}, because gradients were not finite"
     rows = [
         ("loss", _curve(run.steps.loss, room, plain)),
         ("held-out loss", _curve(run.steps.held_out, room, plain)),
@@ -263,7 +263,7 @@ def _figures(run: Watched, width: int, plain: bool) -> Table:
         ("gradient norm", number_text(step_line.grad_norm) if "grad_norm" in step_line.model_fields_set else ""),
         ("throughput", _throughput(run)),
         ("step time", _step_time(list(run.steps.seconds))),
-        ("memory", f"{short(step_line.memory_bytes)}B at most on rank 0" if step_line.memory_bytes else ""),
+        ("memory", f"{short(step_line.memory_bytes)}B peak on rank 0" if step_line.memory_bytes else ""),
         ("skipped", skipped if run.steps.skipped else ""),
         ("checkpoint", _checkpoint(run)),
         ("restarts", _restarts(run)),
@@ -281,13 +281,13 @@ def _curve(curve: Curve, width: int, plain: bool) -> str:
     step, value = curve.last
     values = [v for _, v in curve.points]
     last, first = f"{number_text(value):>8}", f"from {number_text(values[0])}, at step {step:,}"
-    beside = width - _FIRST - len(last) - 4  # room for the curve; equal for both curves
+    beside = width - _CURVE_TEXT - len(last) - 4  # room for the curve; equal for both curves
     broken = beside < _LEAST_CURVE
     drawn = sparkline(values, min(_CURVE, width - len(last) - 2 if broken else beside), PLAIN if plain else BLOCKS)
     return f"{last}  {drawn}" + ("\n" if broken else "  ") + first
 
 
-def _throughput(run: Watched) -> str:
+def _throughput(run: WatchedRun) -> str:
     seconds, step_line = sum(run.steps.seconds), run.steps.line
     if not seconds or step_line is None or step_line.samples is None:
         return ""
@@ -304,45 +304,45 @@ def _step_time(seconds: Sequence[float]) -> str:
     return f"median {seconds_text(median(seconds))}, 99 % within {seconds_text(most)} ({last})"
 
 
-def _checkpoint(run: Watched) -> str:
+def _checkpoint(run: WatchedRun) -> str:
     if not run.save:
         return "none yet"
     ago = duration_text(max(0.0, time.time() - run.save["time"]))
     seconds = run.save.get("seconds")
-    took = f", held training up for {seconds_text(seconds)}" if isinstance(seconds, (int, float)) else ""
+    took = f", delayed training by {seconds_text(seconds)}" if isinstance(seconds, (int, float)) else ""
     return f"{printable(run.save.get('folder', ''))}, {ago} ago{took}"
 
 
-def _restarts(run: Watched) -> str:
+def _restarts(run: WatchedRun) -> str:
     words = []
     if run.starts > 1:
         resumed = run.start.get("resumed_step")
         words.append(f"{run.starts - 1}, the last " + (f"from step {resumed:,}" if resumed else "from the beginning"))
     if run.lost:
         which = "rank" if len(run.lost) == 1 else "ranks"
-        words.append(f"goes on without {which} {printable(', '.join(map(str, run.lost)))}")
+        words.append(f"continues without {which} {printable(', '.join(map(str, run.lost)))}")
     return "; ".join(words)
 
 
-def _parts(run: Watched, width: int) -> Table:
-    """Return a table of the share of each part of a step, with ranks that computed longest first.
+def _time_table(run: WatchedRun, width: int) -> Table:
+    """Return a table of the share of each time category, with ranks that computed longest first.
 
     It has a line for each rank; if that is too wide, a column for each rank for which there is room. Servers come last.
     """
     sums: dict[int, dict[str, float]] = {}
-    for rank, recent in run.parts.items():
-        sums[rank] = {name: sum(seconds.get(name, 0.0) for seconds in recent) for name in _SHOWN_PARTS}
-    shown = [name for name in _SHOWN_PARTS if any(parts[name] > 0 for parts in sums.values())]
+    for rank, recent in run.recent_times.items():
+        sums[rank] = {name: sum(seconds.get(name, 0.0) for seconds in recent) for name in _SHOWN_CATEGORIES}
+    shown = [name for name in _SHOWN_CATEGORIES if any(seconds[name] > 0 for seconds in sums.values())]
     slowest = sorted(sums, key=lambda r: (r in run.servers, sums[r]["communication"] - sum(sums[r].values())))
-    rows = [["% of time", *(_SHOWN_PARTS[name] for name in shown)]]
-    for rank in slowest[:_RANKS]:
+    rows = [["% of time", *(_SHOWN_CATEGORIES[name] for name in shown)]]
+    for rank in slowest[:_SHOWN_RANKS]:
         total = sum(sums[rank].values()) or 1.0
         named = f"{'server' if rank in run.servers else 'rank'} {rank}"
         rows.append([named, *(f"{100 * sums[rank][name] / total:.0f}" for name in shown)])
-    if _wide(rows) > width:
+    if _table_width(rows) > width:
         columns = [list(column) for column in zip(*rows, strict=True)]
         fitting = range(len(rows), 1, -1)
-        rows = next((cut for n in fitting if _wide(cut := [row[:n] for row in columns]) <= width), columns)
+        rows = next((cut for n in fitting if _table_width(cut := [row[:n] for row in columns]) <= width), columns)
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     for name in rows[0]:
         table.add_column(name, justify="right", no_wrap=True)
@@ -351,17 +351,17 @@ def _parts(run: Watched, width: int) -> Table:
     return table
 
 
-def _wide(rows: Sequence[Sequence[str]]) -> int:
+def _table_width(rows: Sequence[Sequence[str]]) -> int:
     """Return the width of a table in characters, with two between columns."""
     return sum(max(map(len, column)) for column in zip(*rows, strict=True)) + 2 * (len(rows[0]) - 1)
 
 
-def _warnings(run: Watched) -> list[Text]:
+def _warnings(run: WatchedRun) -> list[Text]:
     return [
         Text.assemble(
             (f"{when[11:19]} rank {rank} ", "dim"),
             (printable(level), "yellow" if level == "WARNING" else "red"),
-            f" {printable(shorten(message, _SAID, placeholder=' ...'), None)}",
+            f" {printable(shorten(message, _LONGEST_TEXT, placeholder=' ...'), None)}",
         )
         for when, rank, level, message in run.warnings
     ]

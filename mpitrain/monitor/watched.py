@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
-from mpitrain.monitor.json_lines import GrowingFile, RankLine, RankStart, StepLine, parsed, rank_line
-from mpitrain.monitor.run_files import SERVER, checked_event
+from mpitrain.monitor.json_lines import GrowingFile, RankLine, RankStart, StepLine, parse_line, rank_line
+from mpitrain.monitor.run_files import SERVER, check_event
 from mpitrain.storage import locks
 from mpitrain.storage.run_folder import EVENTS, LOGS, METRICS, RANKS, rank_paths
 
 RECENT = 512  # last steps whose times are used
 _POINTS = 1024  # largest number of points of a curve
-_PARTS = 20  # last lines of a rank whose parts are added up
-_FILES = 64  # number of ranks whose logs and parts are read
-_MOST = 256 << 20  # bytes at the end of metrics.jsonl and events.jsonl that are read
-_TAIL = 1 << 16  # bytes at the end of a log that are read first
+_RANK_LINES = 20  # last lines of a rank whose times are added up
+_MOST_RANKS = 64  # number of ranks whose logs and times are read
+_LAST_BYTES = 256 << 20  # bytes at the end of metrics.jsonl and events.jsonl that are read
+_LOG_BYTES = 1 << 16  # bytes at the end of a log that are read first
 _WARNINGS = 5
 _QUIET = 60.0  # seconds without a line after which a run counts as silent, or ...
 _QUIET_STEPS = 20  # ... the time of this number of steps, if that is longer
-_TAKING_OVER = 5.0  # seconds that another rank may need to take over the lock of a rank that died
+_TAKEOVER = 5.0  # seconds that another rank may need to take over the lock of a rank that died
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+) rank (\d{1,9}) (\w+) (.*)")
 
 
@@ -91,7 +91,7 @@ class Steps:
 
     def add(self, line: bytes) -> None:
         """Add one line of metrics.jsonl."""
-        step_line = parsed(line, StepLine.model_validate)
+        step_line = parse_line(line, StepLine.model_validate)
         if step_line is None:
             self.damaged += 1
             return
@@ -105,8 +105,8 @@ class Steps:
             self.times.append((step_line.step, step_line.time))
 
 
-class Watched:
-    """State of a run, as read from its files; `look` reads their new lines.
+class WatchedRun:
+    """State of a run, as read from its files; `read` reads their new lines.
 
     Args:
         folder: Path of the run folder, which does not have to exist yet.
@@ -118,9 +118,9 @@ class Watched:
         save: Event of the last checkpoint.
         starts: Number of starts.
         lost: Ranks that died since the last start.
-        news: New events, until the caller empties the list.
+        new_events: New events, until the caller empties the list.
         warnings: Time, rank, level and text of the last warnings and errors in the ranks' logs.
-        parts: Seconds by part of a step for each of a rank's last lines, by rank.
+        recent_times: Seconds by time category for each of a rank's last lines, by rank.
         servers: Ranks that take no steps themselves.
     """
 
@@ -132,17 +132,17 @@ class Watched:
         self.save: dict[str, Any] = {}
         self.starts = 0
         self.lost: list[int] = []
-        self.news: list[dict[str, Any]] = []
+        self.new_events: list[dict[str, Any]] = []
         self.warnings: list[tuple[str, int, str, str]] = []
-        self.parts: dict[int, deque[dict[str, float]]] = {}
+        self.recent_times: dict[int, deque[dict[str, float]]] = {}
         self.servers: set[int] = set()
-        self._metrics, self._events = (GrowingFile(folder / name, _MOST) for name in (METRICS, EVENTS))
-        self._more: dict[Path, GrowingFile] = {}
-        self._seen = 0  # value of begun_anew of the metrics when `steps` was created
-        self._heard: float | None = None  # time.monotonic() at the last new line
+        self._metrics, self._events = (GrowingFile(folder / name, _LAST_BYTES) for name in (METRICS, EVENTS))
+        self._rank_files: dict[Path, GrowingFile] = {}
+        self._metrics_version = 0  # value of `replacements` of the metrics when `steps` was created
+        self._last_line_time: float | None = None  # time.monotonic() at the last new line
         self._lock: bool | None = None
 
-    def look(self, *, more: bool = True) -> None:
+    def read(self, *, more: bool = True) -> None:
         """Read the new lines of the files.
 
         Args:
@@ -154,23 +154,23 @@ class Watched:
         has_news = False
         for line in self._events.new_lines():
             has_news = True
-            self._take_event(parsed(line, checked_event))
+            self._add_event(parse_line(line, check_event))
         for line in self._metrics.new_lines():
             has_news = True
-            self._steps_now().add(line)
-        self._steps_now()
+            self._current_steps().add(line)
+        self._current_steps()
         if more:
-            for path in rank_paths(self.folder / LOGS, "log")[:_FILES]:
-                self._take_log(self._more.setdefault(path, GrowingFile(path, _TAIL)).new_lines())
-            for path in rank_paths(self.folder / RANKS, "jsonl")[:_FILES]:
-                for line in self._more.setdefault(path, GrowingFile(path, _TAIL)).new_lines():
-                    self._take_parts(int(re.sub(r"\D", "", path.stem) or 0), parsed(line, rank_line))
+            for path in rank_paths(self.folder / LOGS, "log")[:_MOST_RANKS]:
+                self._add_log(self._rank_files.setdefault(path, GrowingFile(path, _LOG_BYTES)).new_lines())
+            for path in rank_paths(self.folder / RANKS, "jsonl")[:_MOST_RANKS]:
+                for line in self._rank_files.setdefault(path, GrowingFile(path, _LOG_BYTES)).new_lines():
+                    self._add_rank_line(int(re.sub(r"\D", "", path.stem) or 0), parse_line(line, rank_line))
         if has_news:
             # at the first read, count from the last step or event that has a time
             times = [event["time"] for event in (self.start, self.save, self.end) if event]
             times += [self.steps.times[-1][1]] if self.steps.times else []
-            since = time.time() - max(times, default=math.inf) if self._heard is None else 0.0
-            self._heard = time.monotonic() - max(0.0, since)
+            since = time.time() - max(times, default=math.inf) if self._last_line_time is None else 0.0
+            self._last_line_time = time.monotonic() - max(0.0, since)
 
     # -- derived values
 
@@ -180,7 +180,7 @@ class Watched:
         return (self.steps.line.step if self.steps.line else 0) or int(self.start.get("step", 0))
 
     @property
-    def of_steps(self) -> int | None:
+    def total_steps(self) -> int | None:
         """Number of steps of the whole run, or None if unknown."""
         steps = self.start.get("steps")
         return steps if isinstance(steps, int) and steps > 0 else None
@@ -188,7 +188,7 @@ class Watched:
     @property
     def quiet_seconds(self) -> float:
         """Seconds since the last new line."""
-        return time.monotonic() - self._heard if self._heard is not None else 0.0
+        return time.monotonic() - self._last_line_time if self._last_line_time is not None else 0.0
 
     @property
     def median_seconds(self) -> float | None:
@@ -198,14 +198,14 @@ class Watched:
     @property
     def seconds_left(self) -> float | None:
         """Estimated seconds until the end, at the pace of this start's last steps, including evaluation and saving."""
-        if self.of_steps is None:
+        if self.total_steps is None:
             return None
         began = self.start.get("time", 0.0)
         times = [(step, when) for step, when in self.steps.times if when >= began]
         each = self.median_seconds
         if len(times) > 1 and times[-1][0] > times[0][0]:
             each = (times[-1][1] - times[0][1]) / (times[-1][0] - times[0][0])
-        return None if each is None else max(0.0, each * (self.of_steps - self.step))
+        return None if each is None else max(0.0, each * (self.total_steps - self.step))
 
     def status(self) -> RunStatus:
         """Return the status of the run, as far as it can be determined from this machine."""
@@ -213,7 +213,7 @@ class Watched:
             return next((s for s in EXIT_CODES if s.value == self.end.get("outcome")), RunStatus.FAILED)
         if not self.start and not self.steps.line:
             return RunStatus.WAITING
-        if self._lock is False and self._began_here() and self.quiet_seconds > _TAKING_OVER:
+        if self._lock is False and self._started_here() and self.quiet_seconds > _TAKEOVER:
             return RunStatus.KILLED
         median = self.median_seconds or 0.0
         return RunStatus.SILENT if self.quiet_seconds > max(_QUIET, _QUIET_STEPS * median) else RunStatus.RUNNING
@@ -222,26 +222,26 @@ class Watched:
         """Return a sentence that says whether a job still holds the lock of the run folder."""
         if self._lock:
             return "a process on this machine holds its lock"
-        if self._lock is False and self._began_here():
+        if self._lock is False and self._started_here():
             return "no process holds its lock"
-        return "whether its lock is held cannot be told from this machine"
+        return "this machine cannot see whether a process holds its lock"
 
-    def _began_here(self) -> bool:
+    def _started_here(self) -> bool:
         """Return whether rank 0, which held the lock when the job began, was on this machine."""
         return list(self.start.get("hosts") or [])[:1] == [socket.gethostname()]
 
     # -- reading
 
-    def _steps_now(self) -> Steps:
+    def _current_steps(self) -> Steps:
         """Return the steps of the current metrics file, starting again if a resumed job has rewritten it."""
-        if self._metrics.begun_anew != self._seen:
-            self._seen, self.steps = self._metrics.begun_anew, Steps()
+        if self._metrics.replacements != self._metrics_version:
+            self._metrics_version, self.steps = self._metrics.replacements, Steps()
         return self.steps
 
-    def _take_event(self, event: dict[str, Any] | None) -> None:
+    def _add_event(self, event: dict[str, Any] | None) -> None:
         if event is None:
             return
-        self.news.append(event)
+        self.new_events.append(event)
         kind = event["event"]
         if kind == "start":
             self.start, self.end, self.lost, self.starts = event, {}, [], self.starts + 1
@@ -253,7 +253,7 @@ class Watched:
         elif kind == "lost":
             self.lost += [rank for rank in event.get("ranks") or [] if isinstance(rank, int)]
 
-    def _take_log(self, lines: Iterable[bytes]) -> None:
+    def _add_log(self, lines: Iterable[bytes]) -> None:
         """Keep warnings and errors. If one has several lines, such as a traceback, its last line becomes its text."""
         records: list[tuple[str, int, str, str]] = []
         relevant = False
@@ -267,9 +267,9 @@ class Watched:
                 records[-1] = (*records[-1][:3], text)
         self.warnings = sorted([*self.warnings, *records])[-_WARNINGS:]
 
-    def _take_parts(self, rank: int, line: RankStart | RankLine | None) -> None:
+    def _add_rank_line(self, rank: int, line: RankStart | RankLine | None) -> None:
         if isinstance(line, RankStart):
-            self.parts[rank] = deque(maxlen=_PARTS)
+            self.recent_times[rank] = deque(maxlen=_RANK_LINES)
             (self.servers.add if line.role == SERVER else self.servers.discard)(rank)
         elif line is not None and line.seconds:
-            self.parts.setdefault(rank, deque(maxlen=_PARTS)).append(line.seconds)
+            self.recent_times.setdefault(rank, deque(maxlen=_RANK_LINES)).append(line.seconds)

@@ -91,11 +91,11 @@ class TensorAxis(MeshAxis):
             step: The `planner.predictor.StepSimulation`.
         """
         links, nbytes = step.machine.links, float(exchange.nbytes)
-        seconds = float(step.seconds(exchange.operation, nbytes, group, "arena") + step.meeting(group))
+        seconds = float(step.seconds(exchange.operation, nbytes, group, "arena") + step.core_sharing_seconds(group))
         if group.spans > 1 or step.places.on_device or group.size == 1:
             return seconds
         copied, added = nbytes / links.copy_rate * step.turns, nbytes / links.reduce_rate * step.turns
-        meets = step.predictor.collectives.barrier(group) + step.meeting(group)
+        meets = step.predictor.collectives.barrier(group) + step.core_sharing_seconds(group)
         if exchange.operation == "all_gather":
             return float(meets + copied / group.size + copied)
         if exchange.operation == "reduce_scatter":

@@ -35,7 +35,7 @@ def candidates(model: ModelProfile, nodes: Nodes, rules: LayoutRules = LayoutRul
         rules: Restrictions from the rest of the configuration.
     """
     for base in shapes(model, nodes.count * nodes.each, rules):
-        sizes, recomputes = microbatches(model.batch, base.readers), (False, True)[: 1 + _recomputes(model, base)]
+        sizes, recomputes = microbatches(model.batch, base.readers), (False, True)[: 1 + _can_recompute(model, base)]
         passes = [{"microbatch": size, "recompute": again} for size, again in product(sizes, recomputes)]
         options = [axis.options(base, model, nodes) for axis, _ in reversed(base.sizes)]
         inner = sum(axis.divides == LAYERS for axis, _ in base.sizes)
@@ -53,9 +53,9 @@ def shapes(model: ModelProfile, ranks: int, rules: LayoutRules = LayoutRules()) 
         ranks: Number of ranks of the mesh.
         rules: Restrictions from the rest of the configuration.
     """
-    rules, asked = replace(rules, offload=""), ParallelSection.model_construct(axes=dict(rules.axes))
+    rules, section = replace(rules, offload=""), ParallelSection.model_construct(axes=dict(rules.axes))
     none = ParallelLayout(1, axes=rules.axes, microbatch=0)
-    bases = [replace(none, **shape) for shape in _meshes(axes_of(asked), ranks, model)]
+    bases = [replace(none, **shape) for shape in _meshes(axes_of(section), ranks, model)]
     return [base for base in bases if base.readers <= model.batch and rules.allow(base, model)]
 
 
@@ -64,14 +64,14 @@ def _meshes(axes: Sizes, ranks: int, model: ModelProfile) -> Iterator[dict[str, 
     if not axes:
         yield from [{}][: ranks == 1]
         return
-    *outer, (axis, asked) = axes
-    for size in axis.sizes(model, ranks, asked):
+    *outer, (axis, section) = axes
+    for size in axis.sizes(model, ranks, section):
         if ranks % size == 0:
             named = {axis.name: size} if axis.name in ParallelSection.model_fields else {}
             yield from (rest | named for rest in _meshes(outer, ranks // size, model))
 
 
-def _recomputes(model: ModelProfile, base: ParallelLayout) -> bool:
+def _can_recompute(model: ModelProfile, base: ParallelLayout) -> bool:
     """Return True if activations can be recomputed: block by block, or stage by stage in a pipeline."""
     return model.has_units or base.pipeline > 1
 

@@ -74,7 +74,7 @@ class CollectiveTimes:
         for row in measured:
             self._rows.setdefault((row.operation, row.algorithm, row.ranks, row.nodes, row.memory), []).append(row)
         self._ratios: dict[Measured, float] = {}
-        self._at = lru_cache(None)(self._corrected)
+        self._cached_seconds = lru_cache(None)(self._predict)
 
     def seconds(self, operation: str, nbytes: float, group: Group, memory: str = "arena") -> float:
         """Return the seconds of a collective, from the moment when all ranks have entered it.
@@ -91,10 +91,10 @@ class CollectiveTimes:
             return self._devices.seconds(operation, nbytes, group)
         exponent = math.log2(max(nbytes, _LEAST))
         low = math.floor(exponent)
-        first = self._at(operation, 1 << low, group, memory)
+        first = self._cached_seconds(operation, 1 << low, group, memory)
         if nbytes <= _LEAST or exponent == low:
             return first
-        then = self._at(operation, 2 << low, group, memory)
+        then = self._cached_seconds(operation, 2 << low, group, memory)
         return first + (then - first) * (nbytes / (1 << low) - 1)
 
     def barrier(self, group: Group) -> float:
@@ -118,10 +118,10 @@ class CollectiveTimes:
             return links.local_latency + nbytes / links.local_bandwidth
         return links.latency * float(links.flights(nbytes)) + nbytes * beside / links.bandwidth
 
-    def _corrected(self, operation: str, nbytes: int, group: Group, memory: str) -> float:
+    def _predict(self, operation: str, nbytes: int, group: Group, memory: str) -> float:
         name, _ = select_program(operation, self._setting(nbytes, group, memory))
         ratio = self._ratio(operation, name, nbytes, group, memory) if self._rows else 1.0
-        return self._simulated(operation, name, nbytes, group, memory) * ratio
+        return self._simulate(operation, name, nbytes, group, memory) * ratio
 
     def _ratio(self, operation: str, name: str, nbytes: int, group: Group, memory: str) -> float:
         """Return measured over simulated seconds for these ranks, interpolated between sizes; 1 if never measured.
@@ -138,12 +138,12 @@ class CollectiveTimes:
                 measured_group = Group(
                     tuple(n for n in range(nodes) for _ in range(ranks // nodes)), 1, group.oversubscribed
                 )
-                self._ratios[row] = row.seconds / self._simulated(operation, name, row.nbytes, measured_group, memory)
+                self._ratios[row] = row.seconds / self._simulate(operation, name, row.nbytes, measured_group, memory)
         sizes = sorted((math.log2(row.nbytes), self._ratios[row]) for row in rows)
         return float(np.interp(math.log2(nbytes), [size for size, _ in sizes], [ratio for _, ratio in sizes]))
 
-    def _simulated(self, operation: str, name: str, nbytes: int, group: Group, memory: str) -> float:
-        links = self._shared_with(group.beside)
+    def _simulate(self, operation: str, name: str, nbytes: int, group: Group, memory: str) -> float:
+        links = self._share_of_links(group.beside)
         _, program = select_program(operation, self._setting(nbytes, group, memory), algorithm=name)
         if program is None:
             instant = replace(links, step=0.0)
@@ -154,13 +154,13 @@ class CollectiveTimes:
         if nbytes > 2 * _LARGE and group.spans == 1:  # the number of steps of such programs grows with bytes
             few, more = (select_program(operation, self._setting(n * _LARGE, group, memory))[0] for n in (1, 2))
             if few == more == name:
-                first, then = (self._simulated(operation, name, n * _LARGE, group, memory) for n in (1, 2))
+                first, then = (self._simulate(operation, name, n * _LARGE, group, memory) for n in (1, 2))
                 return first + (then - first) * (nbytes / _LARGE - 1)
         if name in ("ring", "two_level") and group.spans > 2 * _LONG and group.size % group.spans == 0:
-            return self._extrapolated(operation, name, nbytes, group, memory)
+            return self._extrapolate(operation, name, nbytes, group, memory)
         return _run(program, nbytes, links)
 
-    def _extrapolated(self, operation: str, name: str, nbytes: int, group: Group, memory: str) -> float:
+    def _extrapolate(self, operation: str, name: str, nbytes: int, group: Group, memory: str) -> float:
         """Return the seconds of a ring program over many nodes, from two shorter rings with blocks of equal length."""
         nodes, times = group.spans, []
         for count in (_LONG, 2 * _LONG):
@@ -168,7 +168,7 @@ class CollectiveTimes:
             setting = self._setting(nbytes * count // nodes, smaller, memory)
             _, program = select_program(operation, setting, algorithm=name)
             assert program is not None
-            times.append(_run(program, setting.nbytes, self._shared_with(group.beside)))
+            times.append(_run(program, setting.nbytes, self._share_of_links(group.beside)))
         return times[1] + (times[1] - times[0]) * (nodes / _LONG - 2)
 
     def _setting(self, nbytes: int, group: Group, memory: str) -> Setting:
@@ -176,7 +176,7 @@ class CollectiveTimes:
         nbytes = block * group.size
         return Setting(nbytes, nbytes // 4, group.nodes, memory, group.oversubscribed, block=block)
 
-    def _shared_with(self, groups: int) -> Machine:
+    def _share_of_links(self, groups: int) -> Machine:
         """Return the share of a node's cores, memory and network that one of several groups gets."""
         shared = {name: getattr(self._links, name) / groups for name in ("bandwidth", "memory_rate", "cores")}
         return replace(self._links, **shared)

@@ -29,7 +29,7 @@ from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.subject import Cut, signature
 
 _ATEN = torch.ops.aten
-_NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_local_scalar_dense", "_unsafe_view")
+_FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_local_scalar_dense", "_unsafe_view")
 
 
 class CountedOperation(NamedTuple):
@@ -78,9 +78,9 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         for result in tree_leaves(out):
             if isinstance(result, torch.Tensor):
-                self._see(result)
+                self._track(result)
         name = func._overloadpacket.__name__
-        if func.namespace == "aten" and not func.is_view and name not in _NOTHING:
+        if func.namespace == "aten" and not func.is_view and name not in _FREE:
             touched = {id(t): t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)}
             flops, products = _flops(func._overloadpacket, args, kwargs, out)
             self.operations.append(CountedOperation(name, flops, sum(touched.values()), products))
@@ -106,7 +106,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sizes = [0 if number in excluded else nbytes for number, nbytes in self._changes[:end]]
         return max([0, *list(accumulate(sizes))[max(0, begin - 1) :]])
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def _track(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         address, nbytes = storage._cdata, storage.nbytes()
         if address in self._numbers:
@@ -114,12 +114,12 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self._numbers[address] = len(self._changes)
         self._changes.append((number, nbytes))
 
-        def ended(_: object) -> None:
+        def on_release(_: object) -> None:
             self._changes.append((number, -nbytes))
             self._numbers.pop(address, None)
             self._references.pop(address, None)
 
-        self._references[address] = weakref.ref(storage, ended)
+        self._references[address] = weakref.ref(storage, on_release)
 
 
 def _flops(operation: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, float]:
@@ -146,13 +146,13 @@ def _flops(operation: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, flo
 
 _FALLBACK = 4e10  # operations per second of a core or device whose profile has no table
 _START = 1.5e-5  # seconds until an operation begins, from Python or autograd, on one core
-_PREPARED = {  # further seconds of operations that reorder their tensors, or consist of several operations
+_SETUP_SECONDS = {  # further seconds of operations that reorder their tensors, or consist of several operations
     "convolution": 1.2e-4,
     "convolution_backward": 1.6e-4,
     "native_batch_norm": 5e-5,
     "native_batch_norm_backward": 5e-5,
 }
-_REACHED = {  # share of the speed of a product of cold matrices of that size, on one core
+_EFFICIENCY = {  # share of the speed of a product of cold matrices of that size, on one core
     "convolution": 0.75,
     "convolution_backward": 0.7,
     "_scaled_dot_product_flash_attention_for_cpu": 0.7,
@@ -161,7 +161,7 @@ _REACHED = {  # share of the speed of a product of cold matrices of that size, o
     "mm": 0.9,
 }
 _LAUNCH = 6e-6  # seconds until an operation begins on a device
-_HEAVY = {  # seconds of an operation over those of moving its bytes, on one core; not listed: 1
+_COST_FACTORS = {  # seconds of an operation over those of moving its bytes, on one core; not listed: 1
     "gelu": 6.0,
     "gelu_backward": 6.0,
     "tanh": 4.0,
@@ -189,19 +189,19 @@ def seconds(operations: Sequence[CountedOperation], machine: MachineProfile, pre
         threads: Threads that the rank computes with on the CPU.
     """
     on_core = machine.device is None
-    gain, start = _gain(machine, threads), _START if on_core else _LAUNCH
-    heavy, prepared, reached = (_HEAVY, _PREPARED, _REACHED) if on_core else ({}, {}, {})
+    gain, start = _thread_speedup(machine, threads), _START if on_core else _LAUNCH
+    factors, setup, efficiency = (_COST_FACTORS, _SETUP_SECONDS, _EFFICIENCY) if on_core else ({}, {}, {})
     rate = _memory_rate(machine)
     table = sorted((machine.device or machine).matrix.get(precision, ()))
     total = 0.0
     for each in operations:
-        moving = each.nbytes * heavy.get(each.name, 1.0) / rate
-        computing = each.flops / (reached.get(each.name, 1.0) * _speed(table, each.size)) if each.flops else 0.0
-        total += start + prepared.get(each.name, 0.0) + max(computing, moving) / gain
+        seconds_to_move = each.nbytes * factors.get(each.name, 1.0) / rate
+        computing = each.flops / (efficiency.get(each.name, 1.0) * _speed(table, each.size)) if each.flops else 0.0
+        total += start + setup.get(each.name, 0.0) + max(computing, seconds_to_move) / gain
     return total
 
 
-def moving(nbytes: float, machine: MachineProfile, threads: int = 1) -> float:
+def seconds_to_move(nbytes: float, machine: MachineProfile, threads: int = 1) -> float:
     """Return the seconds in which a rank reads or writes some bytes, without the time to start an operation.
 
     Args:
@@ -209,10 +209,10 @@ def moving(nbytes: float, machine: MachineProfile, threads: int = 1) -> float:
         machine: Profile with the speeds.
         threads: Threads that the rank computes with on the CPU.
     """
-    return nbytes / _memory_rate(machine) / _gain(machine, threads)
+    return nbytes / _memory_rate(machine) / _thread_speedup(machine, threads)
 
 
-def _gain(machine: MachineProfile, threads: int) -> float:
+def _thread_speedup(machine: MachineProfile, threads: int) -> float:
     return 1.0 + (threads - 1) * machine.threads if machine.device is None else 1.0
 
 
@@ -240,14 +240,14 @@ def _speed(table: Sequence[tuple[int, float]], size: float) -> float:
 
 
 @dataclass(frozen=True)
-class Observed:
+class BlockObservation:
     """Work and memory of a block for one microbatch. Sizes are in bytes, as in `costs.BlockCost`.
 
     Attributes:
-        kept: Memory that autograd keeps for backward.
-        taken: Input of the block.
-        given: Output of the block.
-        working: Largest temporary memory beside `kept`; gradients of parameters are not counted.
+        saved_bytes: Memory that autograd keeps for backward.
+        input_bytes: Input of the block.
+        output_bytes: Output of the block.
+        working_bytes: Largest temporary memory beside `saved_bytes`; gradients of parameters are not counted.
         forward: Operations of the forward pass.
         input: Operations of a backward pass that computes the gradient of the input alone.
         backward: Operations of the whole backward pass.
@@ -255,10 +255,10 @@ class Observed:
         backwards: Exchanges in the backward pass.
     """
 
-    kept: float
-    taken: float
-    given: float
-    working: float
+    saved_bytes: float
+    input_bytes: float
+    output_bytes: float
+    working_bytes: float
     forward: tuple[CountedOperation, ...]
     input: tuple[CountedOperation, ...]
     backward: tuple[CountedOperation, ...]
@@ -267,7 +267,7 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class _Passed:
+class _TensorForm:
     """Shape and type of a tensor that one block passes to the next."""
 
     shape: tuple[int, ...]
@@ -276,7 +276,7 @@ class _Passed:
     counted: bool  # its memory was counted as kept by autograd in an earlier block
 
 
-def observe(cut: Cut, samples: int) -> list[Observed]:
+def observe(cut: Cut, samples: int) -> list[BlockObservation]:
     """Return the work and memory of every block, from a forward and a backward pass of one microbatch.
 
     Equal blocks are run only once.
@@ -285,11 +285,11 @@ def observe(cut: Cut, samples: int) -> list[Observed]:
         cut: Model as one rank has it; unchanged afterwards.
         samples: Samples of the microbatch.
     """
-    observations: list[Observed] = []
-    known: dict[Any, tuple[Observed, tuple[_Passed, ...], bool]] = {}
+    observations: list[BlockObservation] = []
+    known: dict[Any, tuple[BlockObservation, tuple[_TensorForm, ...], bool]] = {}
     with cut.mode():
         x, y = cut.samples(samples)
-        inputs: tuple[_Passed, ...] = (_Passed(tuple(x.shape), x.dtype, False, False),)
+        inputs: tuple[_TensorForm, ...] = (_TensorForm(tuple(x.shape), x.dtype, False, False),)
         single = True
         values: tuple[Any, ...] = (x,)
         last = len(cut.blocks) - 1
@@ -303,37 +303,37 @@ def observe(cut: Cut, samples: int) -> list[Observed]:
                         block_input = values[0] if single else values
                         values = as_tuple(cut.call(number, block_input, cut.past(number, block_input)))
             else:
-                once = _Once(cut, number, inputs, values if cut.fake is None or number == 0 else ())
-                observed, outputs, single = once.run(single, y if number == last else None)
-                values = once.values
+                block_pass = _BlockPass(cut, number, inputs, values if cut.fake is None or number == 0 else ())
+                observed, outputs, single = block_pass.run(single, y if number == last else None)
+                values = block_pass.values
                 known[key] = observed, outputs, single
             observations.append(observed)
             inputs = outputs
     return observations
 
 
-class _Once:
+class _BlockPass:
     """One forward and backward pass through one block."""
 
-    def __init__(self, cut: Cut, number: int, inputs: Sequence[_Passed], values: Sequence[torch.Tensor]) -> None:
+    def __init__(self, cut: Cut, number: int, inputs: Sequence[_TensorForm], values: Sequence[torch.Tensor]) -> None:
         self.cut, self.number, self.inputs = cut, number, inputs
         block = cut.blocks[number][1]
         if not values:
             values = [torch.empty(each.shape, dtype=each.dtype) for each in inputs]
         self.leaves = [v.detach().requires_grad_(e.gradient) for v, e in zip(values, inputs, strict=True)]
-        self.given = [
+        self.block_inputs = [
             _Sink.apply(v) if v.requires_grad else v  # type: ignore[no-untyped-call]
             for v in self.leaves
         ]
         if _begins_in_place(block) and any(e.gradient for e in inputs):
-            self.given = [v.clone() for v in self.given]
+            self.block_inputs = [v.clone() for v in self.block_inputs]
         self.parameters = [p for p in block.parameters() if p.requires_grad]
         self.recorder = OperationRecorder(
-            guess=any(group.size > 1 for group in cut.among[:-1]) and cut.fake is not None
+            guess=any(group.size > 1 for group in cut.groups[:-1]) and cut.fake is not None
         )
         self.values: tuple[Any, ...] = ()
 
-    def run(self, single: bool, y: torch.Tensor | None) -> tuple[Observed, tuple[_Passed, ...], bool]:
+    def run(self, single: bool, y: torch.Tensor | None) -> tuple[BlockObservation, tuple[_TensorForm, ...], bool]:
         """Run the block and observe it.
 
         Args:
@@ -344,11 +344,11 @@ class _Once:
             The observation, the tensors that the block outputs, and whether the output is one tensor.
         """
         cut, recorder = self.cut, self.recorder
-        input_storages = [t.untyped_storage()._cdata for t in self.given]
+        input_storages = [t.untyped_storage()._cdata for t in self.block_inputs]
         counted_storages = {p.untyped_storage()._cdata for p in cut.module.parameters()}
         counted_storages.update(at for at, each in zip(input_storages, self.inputs, strict=True) if each.counted)
-        counter = _Kept(counted_storages, recorder)
-        x = self.given[0] if single else tuple(self.given)
+        counter = _SavedTensors(counted_storages, recorder)
+        x = self.block_inputs[0] if single else tuple(self.block_inputs)
         with cut.autocast():
             past = cut.past(self.number, x)
         with recorder:
@@ -357,27 +357,29 @@ class _Once:
                 single = isinstance(out, torch.Tensor)
                 if y is not None:
                     out = cut.loss(out, y)
-            forward, forwards = self._taken()
+            forward, forwards = self._take_records()
             outputs = tuple(
-                _Passed(tuple(t.shape), t.dtype, t.requires_grad, t.untyped_storage()._cdata in counted_storages)
+                _TensorForm(tuple(t.shape), t.dtype, t.requires_grad, t.untyped_storage()._cdata in counted_storages)
                 for t in as_tuple(out)
             )
             output_bytes = sum(t.nbytes for t in as_tuple(out))
             if cut.fake is None:
                 self.values = tuple(t.detach() for t in as_tuple(out))
             input_bytes = sum(
-                each.nbytes for each, at in zip(self.given, input_storages, strict=True) if at not in counted_storages
+                each.nbytes
+                for each, at in zip(self.block_inputs, input_storages, strict=True)
+                if at not in counted_storages
             )
             peak = recorder.peak(0, recorder.mark()) + input_bytes
             roots = [get_gradient_edge(t) for t in as_tuple(out) if t.requires_grad]
             gradients = [torch.ones_like(t) for t in as_tuple(out) if t.requires_grad]
             del out
             halves, backwards, peak_back = self._backward(roots, gradients) if roots else (((), ()), (), 0)
-        observed = Observed(
-            kept=counter.nbytes,
-            taken=sum(t.nbytes for t in self.given),
-            given=output_bytes,
-            working=max(0, peak - counter.new, peak_back - counter.new),
+        observed = BlockObservation(
+            saved_bytes=counter.nbytes,
+            input_bytes=sum(t.nbytes for t in self.block_inputs),
+            output_bytes=output_bytes,
+            working_bytes=max(0, peak - counter.new, peak_back - counter.new),
             forward=forward,
             input=halves[0],
             backward=halves[1],
@@ -393,14 +395,14 @@ class _Once:
         recorder = self.recorder
         inputs = [t for t in self.leaves if t.requires_grad]
         input_operations: tuple[CountedOperation, ...] = ()
-        self._taken()
+        self._take_records()
         if inputs and self.parameters:
             torch.autograd.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True)
-            input_operations, _ = self._taken()
+            input_operations, _ = self._take_records()
         begin = recorder.mark()
         torch.autograd.backward(roots, gradients)
         end = recorder.mark()
-        whole, backwards = self._taken()
+        whole, backwards = self._take_records()
         numbers = [recorder.number(p.grad) for p in self.parameters if p.grad is not None]
         peak = recorder.peak(begin, end, numbers)
         for parameter in self.parameters:
@@ -409,10 +411,10 @@ class _Once:
             input_operations = whole
         return (input_operations, whole), backwards, peak
 
-    def _taken(self) -> tuple[tuple[CountedOperation, ...], tuple[AxisExchange, ...]]:
+    def _take_records(self) -> tuple[tuple[CountedOperation, ...], tuple[AxisExchange, ...]]:
         """Return the operations and exchanges recorded since the last call."""
         operations, self.recorder.operations = tuple(self.recorder.operations), []
-        return operations, self.cut.exchanged()
+        return operations, self.cut.take_exchanges()
 
 
 class _Sink(torch.autograd.Function):
@@ -427,7 +429,7 @@ class _Sink(torch.autograd.Function):
         return None
 
 
-class _Kept:
+class _SavedTensors:
     """Counter of the bytes that autograd keeps, equivalent to `trainer.memory.ActivationMeter`."""
 
     def __init__(self, seen: set[int], recorder: OperationRecorder) -> None:
@@ -445,22 +447,24 @@ class _Kept:
         return tensor
 
 
-def between(a: Any, b: Any, along: float) -> Any:
+def interpolate(a: Any, b: Any, along: float) -> Any:
     """Return the value at `along` on the straight line from a (at 0) to b (at 1); `along` may lie beyond 1.
 
     Args:
-        a: `Observed` for one number of samples, or a part of it: a number, operations or exchanges.
-        b: `Observed`, or the same part of it, for another number of samples. It is returned unchanged if its operations
-            are not those of a.
+        a: `BlockObservation` for one number of samples, or a part of it: a number, operations or exchanges.
+        b: `BlockObservation`, or the same part of it, for another number of samples. It is returned unchanged if its
+            operations are not those of a.
         along: Position on the line.
     """
     if isinstance(a, int | float):
         return max(0.0, a + (b - a) * along)
     if isinstance(a, CountedOperation):
-        return CountedOperation(b.name, *(between(x, y, along) for x, y in zip(a[1:], b[1:], strict=True)))
+        return CountedOperation(b.name, *(interpolate(x, y, along) for x, y in zip(a[1:], b[1:], strict=True)))
     if isinstance(a, AxisExchange):
-        return replace(b, nbytes=round(between(a.nbytes, b.nbytes, along)))
+        return replace(b, nbytes=round(interpolate(a.nbytes, b.nbytes, along)))
     if isinstance(a, tuple):
         same_operations = [getattr(each, "name", "") for each in a] == [getattr(each, "name", "") for each in b]
-        return tuple(between(x, y, along) for x, y in zip(a, b, strict=True)) if same_operations else b
-    return replace(b, **{each.name: between(getattr(a, each.name), getattr(b, each.name), along) for each in fields(a)})
+        return tuple(interpolate(x, y, along) for x, y in zip(a, b, strict=True)) if same_operations else b
+    return replace(
+        b, **{each.name: interpolate(getattr(a, each.name), getattr(b, each.name), along) for each in fields(a)}
+    )

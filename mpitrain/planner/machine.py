@@ -5,7 +5,7 @@
     write_values(values, Path("machine.toml"))             values from measurements or from other files
 
 Quantities are text with a unit ("100 Gbit/s", "256 GiB", "2 us", "60 Gflop/s", "90 %"), or plain numbers of bytes,
-seconds, bytes per second, or operations per second. Keys that no file has are derived from the others (`derived`).
+seconds, bytes per second, or operations per second. Keys that no file has are derived from the others (`complete`).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Unit:
     written: tuple[str, Mapping[str, float]]
     example: str
 
-    def parsed(self, value: object, where: str) -> float:
+    def parse(self, value: object, where: str) -> float:
         """Return the number that a value of a TOML file stands for, in this unit's base.
 
         Args:
@@ -159,7 +159,9 @@ class Unit:
             # 20 us are 2e-5 s to the last bit
             number = number / round(1 / factor) if 0 < factor < 1 else number * factor
         if not math.isfinite(number) or number <= 0:
-            raise refusal(f"{where} = {value!r:.100} is no quantity of this kind above 0; write {self.example}")
+            raise refusal(
+                f"{where} = {value!r:.100} is not a positive quantity of this kind; write it as {self.example}"
+            )
         return number
 
     def text(self, value: float) -> str:
@@ -203,7 +205,7 @@ def size_of(text: str, option: str) -> float:
     Raises:
         InputError: The text is not a size.
     """
-    return BYTES.parsed(text.upper().replace("I", "i"), option)
+    return BYTES.parse(text.upper().replace("I", "i"), option)
 
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -236,49 +238,55 @@ class MachineKey:
 HEAD = ("name", "origin")
 SECTIONS: Mapping[str, Mapping[str, MachineKey]] = {
     "node": {
-        "cores": MachineKey(COUNT, "cores", "that ranks run on"),
-        "seen_cores": MachineKey(COUNT, "seen_cores", "that they believe to have, where others compute on them too"),
-        "memory": MachineKey(BYTES, "memory", "of a node"),
+        "cores": MachineKey(COUNT, "cores", "cores that ranks run on"),
+        "seen_cores": MachineKey(
+            COUNT, "seen_cores", "cores that the system reports, if others compute on some of them"
+        ),
+        "memory": MachineKey(BYTES, "memory", "memory of a node"),
         "memory_bandwidth": MachineKey(
             BYTE_RATE, "links.memory_rate", "reads and writes of all cores at once, as STREAM counts them", 0.5
         ),
     },
     "core": {
-        "threads": MachineKey(FRACTION, "threads", "of a core's speed that each further thread of a rank adds"),
-        "update_rate": MachineKey(ELEMENTS, "update_rate", "AdamW of one core, while all others do the same"),
-        "copy_rate": MachineKey(BYTE_RATE, "links.copy_rate", "copied by one core"),
+        "threads": MachineKey(FRACTION, "threads", "share of a core's speed that each further thread of a rank adds"),
+        "update_rate": MachineKey(ELEMENTS, "update_rate", "AdamW on one core, while all others do the same"),
+        "copy_rate": MachineKey(BYTE_RATE, "links.copy_rate", "bytes that one core copies"),
         "add_rate": MachineKey(BYTE_RATE, "links.reduce_rate", "bytes of the sum of two vectors, added by one core"),
         "matrix": MachineKey(OPERATIONS, "matrix", "one core, while all others do the same", table=True),
     },
     "rank": {
-        "overhead": MachineKey(SECONDS, "overhead", "of a training step, beside blocks, messages and the update"),
-        "step": MachineKey(SECONDS, "links.step", "of starting one step of a collective"),
-        "process": MachineKey(BYTES, "process", "that trains next to nothing"),
+        "overhead": MachineKey(SECONDS, "overhead", "time of a step outside blocks, messages and the update"),
+        "step": MachineKey(SECONDS, "links.step", "time to start one step of a collective"),
+        "process": MachineKey(BYTES, "process", "memory of a rank that trains a tiny model"),
     },
     "network": {
-        "latency": MachineKey(SECONDS, "links.latency", "of a message between nodes"),
-        "bandwidth": MachineKey(BIT_RATE, "links.bandwidth", "of a node's links together, one way"),
-        "eager": MachineKey(BYTES, "links.eager", "a longer message is announced and asked for: three latencies"),
+        "latency": MachineKey(SECONDS, "links.latency", "latency of a message between nodes"),
+        "bandwidth": MachineKey(BIT_RATE, "links.bandwidth", "all network links of a node together, one way"),
+        "eager": MachineKey(BYTES, "links.eager", "longer messages are announced first: three latencies"),
     },
     "inside": {
-        "latency": MachineKey(SECONDS, "links.local_latency", "of a message inside a node"),
-        "bandwidth": MachineKey(BYTE_RATE, "links.local_bandwidth", "of one message inside a node"),
-        "barrier": MachineKey(SECONDS, "links.fence", "of the ranks of a node, for each doubling of them"),
+        "latency": MachineKey(SECONDS, "links.local_latency", "latency of a message inside a node"),
+        "bandwidth": MachineKey(BYTE_RATE, "links.local_bandwidth", "one message inside a node"),
+        "barrier": MachineKey(SECONDS, "links.fence", "barrier on a node, for each doubling of its ranks"),
     },
     "folder": {
-        "rank_write_rate": MachineKey(BYTE_RATE, "rank_write_rate", "one rank alone, into the run folder, to the disk"),
+        "rank_write_rate": MachineKey(BYTE_RATE, "rank_write_rate", "one rank alone, writing into the run folder"),
         "write_rate": MachineKey(BYTE_RATE, "write_rate", "all ranks of one node"),
         "write_limit": MachineKey(BYTE_RATE, "write_limit", "all nodes together"),
     },
     "device": {
-        "kind": MachineKey(TEXT, "device.kind", "as PyTorch names it"),
-        "count": MachineKey(COUNT, "device.count", "of a node"),
-        "memory": MachineKey(BYTES, "device.memory", "of one"),
-        "memory_bandwidth": MachineKey(BYTE_RATE, "device.memory_rate", "of its own memory, reads and writes together"),
-        "host_bandwidth": MachineKey(BYTE_RATE, "device.host_rate", "to or from the host, one way"),
-        "link_bandwidth": MachineKey(BYTE_RATE, "device.link_rate", "between two of a node; else through the host"),
-        "link_latency": MachineKey(SECONDS, "device.link_latency", "of such a message, or of a copy to the host"),
-        "matrix": MachineKey(OPERATIONS, "device.matrix", "of one", table=True),
+        "kind": MachineKey(TEXT, "device.kind", "device type, as in PyTorch"),
+        "count": MachineKey(COUNT, "device.count", "devices of a node"),
+        "memory": MachineKey(BYTES, "device.memory", "memory of one device"),
+        "memory_bandwidth": MachineKey(BYTE_RATE, "device.memory_rate", "device memory, reads and writes together"),
+        "host_bandwidth": MachineKey(BYTE_RATE, "device.host_rate", "between device and host, one way"),
+        "link_bandwidth": MachineKey(
+            BYTE_RATE, "device.link_rate", "between two devices of a node; if missing, through the host"
+        ),
+        "link_latency": MachineKey(
+            SECONDS, "device.link_latency", "latency of such a message, or of a copy to the host"
+        ),
+        "matrix": MachineKey(OPERATIONS, "device.matrix", "one device", table=True),
     },
 }
 KEYS = {f"{section}.{key}": of for section, keys in SECTIONS.items() for key, of in keys.items()}
@@ -288,53 +296,53 @@ REQUIRED_OF_DEVICE = ("device.kind", "device.count", "device.memory", "device.me
 Table = Mapping[int, float]  # operations per second by the size of square matrices; size 0: the best size
 
 
-def derived(given: Mapping[str, float]) -> dict[str, float]:
+def complete(known: Mapping[str, float]) -> dict[str, float]:
     """Return all figures of a profile: those of its files, and those derived from them.
 
     Args:
-        given: Figures by "section.key", in the files' units; the required keys are present.
+        known: Figures by "section.key", in the files' units; the required keys are present.
 
     Returns:
-        All figures by "section.key", `given` included. Missing are tables, figures with a default in `MachineProfile`
+        All figures by "section.key", `known` included. Missing are tables, figures with a default in `MachineProfile`
         or its `links`, and without a device those of the device.
     """
-    bandwidth, cores = given["node.memory_bandwidth"], given["node.cores"]
-    copy = given.get("core.copy_rate", min(_DEFAULT.copy_rate, bandwidth / 2))
-    write = given.get("folder.write_rate", given.get("folder.rank_write_rate", 1e9))
+    bandwidth, cores = known["node.memory_bandwidth"], known["node.cores"]
+    copy = known.get("core.copy_rate", min(_DEFAULT.copy_rate, bandwidth / 2))
+    write = known.get("folder.write_rate", known.get("folder.rank_write_rate", 1e9))
     figures = {
         "node.seen_cores": cores,
         "core.update_rate": min(2 * copy, bandwidth / cores) / _UPDATE_BYTES,
         "core.copy_rate": copy,
         "core.add_rate": 0.8 * copy,
-        "inside.latency": min(_DEFAULT.local_latency, given.get("network.latency", 1.0)),
+        "inside.latency": min(_DEFAULT.local_latency, known.get("network.latency", 1.0)),
         "inside.bandwidth": 0.6 * copy,
         "folder.rank_write_rate": min(5e8, write),
         "folder.write_rate": write,
         "folder.write_limit": max(1e11, write),
     }
-    if "device.count" in given:
+    if "device.count" in known:
         figures |= {"device.host_bandwidth": 20e9, "device.link_bandwidth": 0.0, "device.link_latency": 1e-5}
-    return figures | dict(given)
+    return figures | dict(known)
 
 
-def _device_matrix(given: Mapping[str, Table], memory_rate: float) -> dict[str, list[tuple[int, float]]]:
+def _device_matrix(known: Mapping[str, Table], memory_rate: float) -> dict[str, list[tuple[int, float]]]:
     """Return the speeds of a device by precision and size.
 
     A missing 16-bit precision is as fast as the other one, or as fast as fp32 if both are missing. A missing fp32 has
     an eighth of the 16-bit speed.
 
     Args:
-        given: Speeds from the file.
+        known: Speeds from the file.
         memory_rate: Bytes per second of the device's memory, which limits small matrices.
     """
-    half = given.get("bf16") or given.get("fp16")
-    fp32 = given.get("fp32") or {size: rate / 8 for size, rate in (half or {}).items()}
-    tables = {"fp32": fp32} | {name: given.get(name) or half or fp32 for name in ("bf16", "fp16")}
+    half = known.get("bf16") or known.get("fp16")
+    fp32 = known.get("fp32") or {size: rate / 8 for size, rate in (half or {}).items()}
+    tables = {"fp32": fp32} | {name: known.get(name) or half or fp32 for name in ("bf16", "fp16")}
     per_byte = {name: (4 if name == "fp32" else 2) / memory_rate for name in tables}
-    return {name: _sized(table, _DEVICE_SIZES, _DEVICE_CALL, per_byte[name]) for name, table in tables.items()}
+    return {name: _by_size(table, _DEVICE_SIZES, _DEVICE_CALL, per_byte[name]) for name, table in tables.items()}
 
 
-def _sized(table: Table, sizes: tuple[int, ...], call: float, per_element: float) -> list[tuple[int, float]]:
+def _by_size(table: Table, sizes: tuple[int, ...], call: float, per_element: float) -> list[tuple[int, float]]:
     """Return speeds by size; one figure for the best size is expanded, with small products limited by calls and memory.
 
     Args:
@@ -351,18 +359,18 @@ def _sized(table: Table, sizes: tuple[int, ...], call: float, per_element: float
 # {"name": text, section: {key: number or {precision: {size: number}}}, "collectives": {fields of `Measured`: seconds}}
 Values = dict[str, Any]
 
-GIVEN = Path(__file__).parent / "machines"
+MACHINES = Path(__file__).parent / "machines"
 _COLLECTIVES = "collectives"  # a file has {"all_reduce ring": {"2 ranks on 1 node, arena": {bytes: seconds}}}
 _PLACE = re.compile(r"(\d+) ranks? on (\d+) nodes?, (arena|private)")
-_ON_TOP = """\
-# A machine profile for python -m mpitrain.plan. Change what you know better; what is left out is derived.
-# Several together, --machine a.toml,b.toml: key by key the later one wins.
+_HEADER = """\
+# Machine profile for python -m mpitrain.plan. Correct any value that you know better; missing values are derived.
+# Profiles can be combined with --machine a.toml,b.toml; for each key, the later file wins.
 """
 
 
-def given_machines() -> list[str]:
+def ready_made_machines() -> list[str]:
     """Return the names of the ready-made profiles."""
-    return sorted(path.stem for path in GIVEN.glob("*.toml"))
+    return sorted(path.stem for path in MACHINES.glob("*.toml"))
 
 
 def read_machine(files: str | Path) -> MachineProfile:
@@ -376,7 +384,7 @@ def read_machine(files: str | Path) -> MachineProfile:
     """
     values: Values = {}
     for part in str(files).split(","):
-        values = merged(values, read_values(part.strip()))
+        values = merge(values, read_values(part.strip()))
     return profile_of(values, str(files))
 
 
@@ -388,10 +396,11 @@ def read_values(file: str) -> Values:
     """
     path = Path(file)
     if not path.suffix and not path.is_file():
-        if file not in given_machines():
-            mend = suggestion(file, given_machines(), f"there are {', '.join(given_machines())}; or give a file")
-            raise refusal(f"there is no machine profile {file!r}; {mend}")
-        path = GIVEN / f"{file}.toml"
+        if file not in ready_made_machines():
+            names = ready_made_machines()
+            fix = suggestion(file, names, f"use one of {', '.join(names)} or the path of a file")
+            raise refusal(f"there is no machine profile {file!r}; {fix}")
+        path = MACHINES / f"{file}.toml"
     values: Values = {}
     for name, value in read_toml(str(path)).items():
         if name in HEAD:
@@ -401,12 +410,12 @@ def read_values(file: str) -> Values:
         elif name in SECTIONS:
             values[name] = dict(_section(name, value, str(path)))
         else:
-            raise _unknown(str(path), name)
+            raise _unknown_key(str(path), name)
     values.setdefault("name", path.stem)
     return values
 
 
-def merged(first: Values, second: Values) -> Values:
+def merge(first: Values, second: Values) -> Values:
     """Return the values of both, neither of which is changed; where both have a key, the second wins.
 
     For each precision, a table of matrix products is replaced as a whole. Seconds of collectives are merged size by
@@ -416,7 +425,7 @@ def merged(first: Values, second: Values) -> Values:
         first: Values of one file, or of several merged.
         second: Values that take precedence.
     """
-    result = _nested(first, second, 3)
+    result = _merge_nested(first, second, 3)
     origins = [values["origin"] for values in (first, second) if values.get("origin")]
     if origins:
         result["origin"] = "; ".join(dict.fromkeys(origins))
@@ -437,8 +446,8 @@ def profile_of(values: Values, where: str) -> MachineProfile:
     for name in REQUIRED + (REQUIRED_OF_DEVICE if "device" in values else ("core.matrix",)):
         if name not in flat:
             section, example = name.partition(".")[0], KEYS[name].unit.example
-            raise refusal(f"{where}: {name} is missing; write it under [{section}], as {example}")
-    numbers = derived({name: value for name, value in flat.items() if isinstance(value, int | float)})
+            raise refusal(f"{where}: {name} is missing; write it under [{section}], for example {example}")
+    numbers = complete({name: value for name, value in flat.items() if isinstance(value, int | float)})
     top, links, device = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     for name in KEYS.keys() & numbers.keys():
         holder, _, attribute = KEYS[name].attribute.rpartition(".")
@@ -454,7 +463,7 @@ def profile_of(values: Values, where: str) -> MachineProfile:
         name=values.get("name", "machine"),
         origin=values.get("origin", "written by hand"),
         links=Machine(cores=top["cores"], **links),
-        matrix={name: _sized(core.get(name) or best, _CORE_SIZES, _CORE_CALL, 0.0) for name in PRECISIONS},
+        matrix={name: _by_size(core.get(name) or best, _CORE_SIZES, _CORE_CALL, 0.0) for name in PRECISIONS},
         device=Device(**device) if device else None,
         collectives=tuple(Measured._make((*key, seconds)) for key, seconds in values.get(_COLLECTIVES, {}).items()),
         **top,
@@ -474,38 +483,38 @@ def write_values(values: Values, path: Path) -> None:
 # -- reading
 
 
-def _section(section: str, said: object, path: str) -> Iterator[tuple[str, Any]]:
-    if not isinstance(said, Mapping):
+def _section(section: str, content: object, path: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(content, Mapping):
         raise refusal(f"{path}: {section} is a section; write [{section}] and its keys under it")
-    for key, value in said.items():
+    for key, value in content.items():
         where = f"{path}: {section}.{key}"
         if key not in SECTIONS[section]:
-            raise _unknown(path, f"{section}.{key}")
+            raise _unknown_key(path, f"{section}.{key}")
         of = SECTIONS[section][key]
         if of.unit is TEXT:
             yield key, str(value)
         elif of.table:
             yield key, dict(_tables(of, value, where))
         else:
-            yield key, of.unit.parsed(value, where)
+            yield key, of.unit.parse(value, where)
 
 
-def _tables(of: MachineKey, said: object, where: str) -> Iterator[tuple[str, dict[int, float]]]:
+def _tables(of: MachineKey, content: object, where: str) -> Iterator[tuple[str, dict[int, float]]]:
     """Yield each precision with its speeds by size of matrices; size 0 stands for the best size."""
-    for precision, value in (said if isinstance(said, Mapping) else {"fp32": said}).items():
+    for precision, value in (content if isinstance(content, Mapping) else {"fp32": content}).items():
         if precision not in PRECISIONS:
-            raise refusal(f"{where}.{precision} is no precision; there are {', '.join(PRECISIONS)}")
+            raise refusal(f"{where}.{precision} is not a precision; use one of {', '.join(PRECISIONS)}")
         table = value if isinstance(value, Mapping) else {0: value}
         if not table or not all(str(size).isdigit() for size in table):
             raise refusal(
-                f'{where}.{precision} needs sizes of matrices, as {{ 64 = "20 Gflop/s", 1024 = "60 Gflop/s" }}'
+                f'{where}.{precision} needs sizes of matrices, for example {{ 64 = "20 Gflop/s", 1024 = "60 Gflop/s" }}'
             )
-        yield precision, {int(n): of.unit.parsed(rate, f"{where}.{precision}") for n, rate in table.items()}
+        yield precision, {int(n): of.unit.parse(rate, f"{where}.{precision}") for n, rate in table.items()}
 
 
-def _collectives(said: object, path: str) -> dict[tuple[Any, ...], float]:
+def _collectives(content: object, path: str) -> dict[tuple[Any, ...], float]:
     seconds: dict[tuple[Any, ...], float] = {}
-    for name, places in (said if isinstance(said, Mapping) else {"": said}).items():
+    for name, places in (content if isinstance(content, Mapping) else {"": content}).items():
         where = f"{path}: {_COLLECTIVES}.{name}"
         if len(name.split()) != 2 or not isinstance(places, Mapping):
             raise refusal(f'{where} is wrong; write [collectives."all_reduce ring"] and its times under it')
@@ -516,25 +525,25 @@ def _collectives(said: object, path: str) -> dict[tuple[Any, ...], float]:
                     f'{where}: {place!r:.100} is wrong; write "4 ranks on 2 nodes, arena" = {{ "64 KiB" = "20 us" }}'
                 )
             key = *name.split(), int(match[1]), int(match[2]), match[3]
-            sizes = {size: round(BYTES.parsed(int(size) if size.isdigit() else size, where)) for size in times}
-            seconds |= {(*key, sizes[size]): SECONDS.parsed(value, where) for size, value in times.items()}
+            sizes = {size: round(BYTES.parse(int(size) if size.isdigit() else size, where)) for size in times}
+            seconds |= {(*key, sizes[size]): SECONDS.parse(value, where) for size, value in times.items()}
     return seconds
 
 
-def _nested(first: Values, second: Values, levels: int) -> Values:
+def _merge_nested(first: Values, second: Values, levels: int) -> Values:
     """Return both dictionaries merged recursively to a depth of `levels`; deeper values are replaced as a whole."""
     deeper = [name for name in first if levels > 1 and isinstance(second.get(name), dict)]
-    return {**first, **second, **{name: _nested(first[name], second[name], levels - 1) for name in deeper}}
+    return {**first, **second, **{name: _merge_nested(first[name], second[name], levels - 1) for name in deeper}}
 
 
-def _unknown(path: str, name: str) -> InputError:
+def _unknown_key(path: str, name: str) -> InputError:
     alone = {key.partition(".")[2]: key for key in KEYS}
     last = name.rpartition(".")[2]
     known = [*HEAD, _COLLECTIVES, *SECTIONS, *KEYS]
     near = [alone[last]] if last in alone else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     near = near or [alone[key] for key in difflib.get_close_matches(last, alone, n=1, cutoff=0.5)]
-    mend = f"did you mean {near[0]!r}?" if near else f"there are {', '.join([*HEAD, *SECTIONS, _COLLECTIVES])}"
-    return refusal(f"{path}: unknown key {name!r}; {mend}")
+    fix = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join([*HEAD, *SECTIONS, _COLLECTIVES])}"
+    return refusal(f"{path}: unknown key {name!r}; {fix}")
 
 
 # -- writing
@@ -542,22 +551,22 @@ def _unknown(path: str, name: str) -> InputError:
 
 def lines_of(values: Values) -> Iterator[str]:
     """Yield the lines of a profile's file."""
-    yield _ON_TOP
+    yield _HEADER
     for name in HEAD:
         if name in values:
-            yield f"{name} = {_quoted(values[name])}"
+            yield f"{name} = {_quote(values[name])}"
     for section, keys in SECTIONS.items():
-        said = values.get(section, {})
-        if not said:
+        content = values.get(section, {})
+        if not content:
             continue
         yield f"\n[{section}]"
         for key, of in keys.items():  # tables are the last keys of their sections
-            if key in said and of.table:
+            if key in content and of.table:
                 yield f"\n[{section}.{key}]  # {of.meaning}; by the size of square matrices"
-                yield from (f"{precision} = {_table(of, table)}" for precision, table in said[key].items())
-            elif key in said:
-                text = said[key] if of.unit is TEXT else of.unit.text(said[key])
-                value = text if text.isdigit() and of.unit is not TEXT else _quoted(text)
+                yield from (f"{precision} = {_table(of, table)}" for precision, table in content[key].items())
+            elif key in content:
+                text = content[key] if of.unit is TEXT else of.unit.text(content[key])
+                value = text if text.isdigit() and of.unit is not TEXT else _quote(text)
                 yield f"{f'{key} = {value}':34}  # {of.meaning}"
     tables: dict[str, dict[str, dict[int, float]]] = {}
     for (operation, algorithm, ranks, nodes, memory, nbytes), seconds in values.get(_COLLECTIVES, {}).items():
@@ -566,17 +575,17 @@ def lines_of(values: Values) -> Iterator[str]:
     if tables:
         yield "\n# seconds of a collective by bytes of a rank's whole vector"
     for name, places in tables.items():
-        yield f"\n[{_COLLECTIVES}.{_quoted(name)}]"
+        yield f"\n[{_COLLECTIVES}.{_quote(name)}]"
         for place, times in places.items():
-            cells = (f"{_quoted(BYTES.text(n))} = {_quoted(SECONDS.text(times[n]))}" for n in sorted(times))
-            yield f"{_quoted(place)} = {{ {', '.join(cells)} }}"
+            cells = (f"{_quote(BYTES.text(n))} = {_quote(SECONDS.text(times[n]))}" for n in sorted(times))
+            yield f"{_quote(place)} = {{ {', '.join(cells)} }}"
 
 
 def _table(of: MachineKey, table: Mapping[int, float]) -> str:
     if 0 in table:
-        return _quoted(of.unit.text(table[0]))
-    return f"{{ {', '.join(f'{n} = {_quoted(of.unit.text(table[n]))}' for n in sorted(table))} }}"
+        return _quote(of.unit.text(table[0]))
+    return f"{{ {', '.join(f'{n} = {_quote(of.unit.text(table[n]))}' for n in sorted(table))} }}"
 
 
-def _quoted(text: object) -> str:
+def _quote(text: object) -> str:
     return '"{}"'.format(printable(text, None).replace("\\", "\\\\").replace('"', '\\"'))

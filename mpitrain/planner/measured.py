@@ -42,7 +42,7 @@ _SECONDS = 0.8  # time for the rounds of one number of samples
 _LEAST, _MOST = 3, 9  # number of rounds
 
 
-class Timed(NamedTuple):
+class BlockSeconds(NamedTuple):
     """Seconds of one block.
 
     Attributes:
@@ -56,7 +56,7 @@ class Timed(NamedTuple):
     later: float = 0.0
 
 
-class MeasuringFailed(MpitrainError):
+class MeasurementError(MpitrainError):
     """Error of a measuring process that ended, or that could not measure a block."""
 
 
@@ -80,15 +80,17 @@ class Workers:
         environment = unlaunched_environment() | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         command = [sys.executable, "-m", "mpitrain.planner.measured"]
         # their stderr, whose last line is in the error message if one of them fails
-        self._told = tempfile.TemporaryFile()  # noqa: SIM115 open as long as they run
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 open as long as they run
         self._processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._told, env=environment)
+            subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, env=environment
+            )
             for _ in range(count)
         ]
-        self.close = weakref.finalize(self, _ended, self._processes)
-        self._say(subject)
+        self.close = weakref.finalize(self, _kill, self._processes)
+        self._send(subject)
 
-    def measure(self, samples: int, divided: Divided) -> list[Timed]:
+    def measure(self, samples: int, divided: Divided) -> list[BlockSeconds]:
         """Return the seconds of each block, as the median over the processes.
 
         Args:
@@ -96,35 +98,35 @@ class Workers:
             divided: Division of the model.
 
         Raises:
-            MeasuringFailed: The blocks cannot be measured, for example because memory runs out.
+            MeasurementError: The blocks cannot be measured, for example because memory runs out.
         """
-        self._say({"samples": samples, **asdict(divided)})
+        self._send({"samples": samples, **asdict(divided)})
         answers = []
         for process in self._processes:
             assert process.stdout is not None
             if not (line := process.stdout.readline()):
-                raise self._failed(process)
+                raise self._failure(process)
             answers.append(json.loads(line))
         for answer in answers:  # all of them have been read
             if "error" in answer:
-                raise MeasuringFailed(f"blocks cannot be measured: {answer['error']}")
+                raise MeasurementError(f"blocks cannot be measured: {answer['error']}")
         each = np.median(np.array([answer["seconds"] for answer in answers]), axis=0)  # [blocks, 3]
-        return [Timed(*map(float, seconds)) for seconds in each]
+        return [BlockSeconds(*map(float, seconds)) for seconds in each]
 
-    def _say(self, what: Mapping[str, Any]) -> None:
+    def _send(self, what: Mapping[str, Any]) -> None:
         for process in self._processes:
             assert process.stdin is not None
             try:
                 process.stdin.write(json.dumps(what).encode() + b"\n")
                 process.stdin.flush()
             except BrokenPipeError:
-                raise self._failed(process) from None
+                raise self._failure(process) from None
 
-    def _failed(self, process: subprocess.Popen[bytes]) -> MeasuringFailed:
+    def _failure(self, process: subprocess.Popen[bytes]) -> MeasurementError:
         self.close()
-        self._told.seek(0)
-        last = self._told.read().decode(errors="replace").strip().splitlines()
-        return MeasuringFailed(f"a process that measures blocks ended: {last[-1] if last else process.returncode}")
+        self._stderr.seek(0)
+        last = self._stderr.read().decode(errors="replace").strip().splitlines()
+        return MeasurementError(f"a process that measures blocks ended: {last[-1] if last else process.returncode}")
 
 
 def unlaunched_environment() -> dict[str, str]:
@@ -135,7 +137,7 @@ def unlaunched_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
 
 
-def time_blocks(cut: Cut, samples: int, device: torch.device) -> list[Timed]:
+def time_blocks(cut: Cut, samples: int, device: torch.device) -> list[BlockSeconds]:
     """Return the seconds of each block in this process, as medians over rounds; equal blocks get their mean.
 
     Args:
@@ -143,7 +145,7 @@ def time_blocks(cut: Cut, samples: int, device: torch.device) -> list[Timed]:
         samples: Samples of the microbatch.
         device: Device that the model is on.
     """
-    places, on_device = _Places(cut.module), devices.is_accelerator(device)
+    places, on_device = _GradientMemory(cut.module), devices.is_accelerator(device)
     now = time.thread_time if not on_device and torch.get_num_threads() == 1 else time.perf_counter
     wait = partial(devices.synchronize, device) if on_device else lambda: None
     x, y = cut.samples(samples)
@@ -168,7 +170,7 @@ def time_blocks(cut: Cut, samples: int, device: torch.device) -> list[Timed]:
         seconds[numbers] = seconds[numbers].mean(0)
     seconds[:, 2] = np.maximum(seconds[:, 2], 0.0)
     seconds[[not any(p.requires_grad for p in block.parameters()) for _, block in cut.blocks], 2] = 0.0
-    return [Timed(*map(float, each)) for each in seconds]
+    return [BlockSeconds(*map(float, each)) for each in seconds]
 
 
 def _round(cut: Cut, x: Any, y: Any, wait: Callable[[], object], now: Callable[[], float]) -> list[tuple[float, float]]:
@@ -207,7 +209,7 @@ def _round(cut: Cut, x: Any, y: Any, wait: Callable[[], object], now: Callable[[
     return list(zip(forward, backward, strict=True))
 
 
-class _Places:
+class _GradientMemory:
     """Memory for gradients that is allocated once, as in the engine.
 
     Gradients of large linear layers are computed directly in this memory; other gradients are copied into it as soon as
@@ -218,7 +220,7 @@ class _Places:
         trained = [p for p in module.parameters() if p.requires_grad]
         self._places = {p: torch.zeros_like(p) for p in trained}
         self._hooks = [
-            p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+            p.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
             for p in trained
         ]
         self._in_place = InPlace(module, trained, cast("Gradients", self))
@@ -240,7 +242,7 @@ class _Places:
         for hook in self._hooks:
             hook.remove()
 
-    def _arrived(self, parameter: torch.Tensor) -> None:
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
         place, gradient = self._places[cast(nn.Parameter, parameter)], parameter.grad
         if gradient is not None and gradient is not place:
             if gradient.data_ptr() != place.data_ptr():
@@ -248,21 +250,21 @@ class _Places:
             parameter.grad = place
 
 
-def _ended(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         process.kill()
     for process in processes:
         process.communicate()  # waits, and closes its pipes
 
 
-def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
+def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     """Read questions and answer them with measured seconds until the input ends.
 
     Args:
-        asked: Lines of JSON: first the configuration, the data and the threads, then one question a line.
+        requests: Lines of JSON: first the configuration, the data and the threads, then one question a line.
         answers: Stream for the answers, one line of JSON for each question.
     """
-    subject = json.loads(asked.readline())
+    subject = json.loads(requests.readline())
     torch.set_num_threads(subject["threads"])
     config = Config.from_dict(subject["config"])
     description = subject["description"]
@@ -273,7 +275,7 @@ def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
     whole = Subject(config, Description(**description), real=True)
     device = devices.of_rank(config.run.device, 0)
     cuts: dict[Divided, Cut] = {}
-    for line in asked:
+    for line in requests:
         question = json.loads(line)
         samples = question.pop("samples")
         named = {"whole": tuple(question["whole"]), "axes": tuple(map(tuple, question["axes"]))}

@@ -40,11 +40,11 @@ from mpitrain.shard.offload import HOST
 from mpitrain.shard.placement import STAGES, formula
 
 _STEP = 1.8e-4  # seconds of Python for a step of a pipeline's schedule with its message, measured on one core
-_HALVES = 4e-4  # seconds of Python for dividing the backward pass of a stage into halves
-_CHANGE = 9e-5  # seconds by which each further rank of a core delays a collective, measured on one machine
+_SPLIT = 4e-4  # seconds of Python for dividing the backward pass of a stage into halves
+_SWITCH = 9e-5  # seconds by which each further rank of a core delays a collective, measured on one machine
 _SLICE = 5e-3  # the same delay if waiting ranks keep their core busy until the operating system preempts them
 _VALUE = 6e-6  # seconds of Python for each parameter that the optimizer updates
-PARTS = ("compute", "tensor", "pipeline", "gradients", "update", "parameters", "other")
+TIME_CATEGORIES = ("compute", "tensor", "pipeline", "gradients", "update", "parameters", "other")
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Prediction:
     Attributes:
         layout: Layout that was predicted.
         seconds: Seconds of one step.
-        parts: Seconds of the step by part, in display order; they add up to `seconds`: compute, tensor, pipeline (idle
-            and messages), gradients (communication not hidden), update, parameters (communication of updated or
-            gathered parameters not hidden), other.
+        times: Seconds of the step by category, in display order; they add up to `seconds`: compute, tensor,
+            pipeline (idle and messages), gradients (communication not hidden), update, parameters (communication of
+            updated or gathered parameters not hidden), other.
         memory: Bytes on the rank that needs most, by category, in display order: parameters, gradients, states,
             activations, buffers, working, allocator, process.
         samples: Samples of a global batch, so that samples / seconds is the throughput.
@@ -64,7 +64,7 @@ class Prediction:
 
     layout: ParallelLayout
     seconds: float
-    parts: Mapping[str, float]
+    times: Mapping[str, float]
     memory: Mapping[str, float]
     samples: int
 
@@ -88,12 +88,12 @@ class StepSimulation:
         self.turns = predictor.turns(places)
         # ranks that do not know that they share a core keep it busy while they wait
         self.spins = self.turns > 1.0 and not places.oversubscribed and not self.places.on_device
-        self.parts = dict.fromkeys(PARTS, 0.0)
+        self.times = dict.fromkeys(TIME_CATEGORIES, 0.0)
         self.shard, self.replicas = places.shards()
         self.seconds = predictor.collectives.seconds
         self.groups = {axis.name: (axis, places.over(axis.name)) for axis, _ in self.layout.sizes}
         self.groups[REPLICAS] = (MeshAxis(), places.replicas)
-        self.python, self.halving = (0.0, 0.0) if self.places.on_device else (_STEP, _HALVES)
+        self.python, self.halving = (0.0, 0.0) if self.places.on_device else (_STEP, _SPLIT)
 
     @cached_property
     def blocks(self) -> tuple[BlockCost, ...]:
@@ -101,45 +101,45 @@ class StepSimulation:
         return self.predictor.blocks(self.layout, self.places)
 
     def run(self) -> dict[str, float]:
-        """Simulate the step, and return its seconds by part, see `PARTS`."""
+        """Simulate the step, and return its seconds by category, see `TIME_CATEGORIES`."""
         flow = self.predictor.flow(self.layout)
         if flow is None:
-            self._passes()
+            self._add_passes()
         else:
-            self._through_pipeline(flow)
+            self._add_pipeline(flow)
         # all ranks meet for the norm of the gradients, and then wait for the one that updates most
-        positions = (self.predictor.held(self.layout, self.places, rank) for rank in range(self.layout.pipeline))
-        self._update(max(positions, key=lambda holds: holds.numel))
-        self.parts["other"] += self.machine.overhead * self.turns
-        return self.parts
+        positions = (self.predictor.holdings(self.layout, self.places, rank) for rank in range(self.layout.pipeline))
+        self._add_update(max(positions, key=lambda holds: holds.numel))
+        self.times["other"] += self.machine.overhead * self.turns
+        return self.times
 
     # -- without a pipeline
 
-    def _passes(self) -> None:
+    def _add_passes(self) -> None:
         """Add the passes of all microbatches of the rank that has most, and the reduction of gradients."""
         layout = self.layout
         share = -(-self.model.batch // layout.readers)
         full, rest = divmod(share, layout.microbatch)
         sizes = [layout.microbatch] * full + [rest] * (rest > 0)
-        holds = self.predictor.held(layout, self.places, 0)
+        holds = self.predictor.holdings(layout, self.places, 0)
         # slowdown of this rank's computation: others of its node may have fewer samples, but ranks that wait
         # keep their cores busy, so that three ranks on two cores take two turns
         even = self.model.batch / layout.readers / share
         pace = 1.0 if self.turns == 1.0 else max(1.0, math.ceil(self.turns - 1e-3) * even)
         for number, samples in enumerate(sizes):
             blocks = self.model.blocks(samples, layout.divided, self.places.threads)
-            self._one_pass(blocks, holds, pace, first=number == 0, last=number == len(sizes) - 1)
+            self._add_pass(blocks, holds, pace, first=number == 0, last=number == len(sizes) - 1)
         if self.layout.zero < 2 and not self.places.overlaps:  # no reduction overlapped with backward
-            self.parts["gradients"] += self._reduced(holds)
-        self._among_replicas(holds)
+            self.times["gradients"] += self._reduction_seconds(holds)
+        self._reduce_among_replicas(holds)
 
-    def meeting(self, group: Group) -> float:
+    def core_sharing_seconds(self, group: Group) -> float:
         """Return the extra seconds that a collective takes because ranks of the group share cores."""
         if group.size == 1 or self.places.on_device:
             return 0.0
-        return (_SLICE if self.spins else _CHANGE) * (self.turns - 1.0)
+        return (_SLICE if self.spins else _SWITCH) * (self.turns - 1.0)
 
-    def _one_pass(
+    def _add_pass(
         self, blocks: Sequence[BlockCost], holds: StageHoldings, pace: float, *, first: bool, last: bool
     ) -> None:
         """Add the passes of one microbatch. Communication overlaps with computation if a core is free for it."""
@@ -148,21 +148,21 @@ class StepSimulation:
         reduces = each_pass or (last and overlaps)
         clock = free = 0.0  # end so far of the computation, and of the communication in the background
         compute = tensor = waits = gathers = 0.0
-        units = self._gathers(holds) if self.places.gathers else {}
+        units = self._unit_gather_seconds(holds) if self.places.gathers else {}
         for block in blocks:
             compute += block.forward * pace
-            tensor += self.exchanges(block.forwards)
-            gathers += self._gather(units.get(block.name, 0.0), block.forward * pace)
+            tensor += self.exchange_seconds(block.forwards)
+            gathers += self._visible_gather_seconds(units.get(block.name, 0.0), block.forward * pace)
         clock = compute + tensor + gathers
-        costs = self._reductions(holds) if reduces else []
+        costs = self._bucket_seconds(holds) if reduces else []
         at = 0
         for number in range(len(blocks) - 1, -1, -1):
             block = blocks[number]
             again = block.forward if self.layout.recompute and block.is_unit else 0.0
             added = 0.0 if first or each_pass else block.later
             here = (block.input + block.weight + added + again) * pace
-            talk = self.exchanges(block.backwards) + (self.exchanges(block.forwards) if again else 0.0)
-            wait = self._gather(units.get(block.name, 0.0), here) if self.layout.reshard else 0.0
+            talk = self.exchange_seconds(block.backwards) + (self.exchange_seconds(block.forwards) if again else 0.0)
+            wait = self._visible_gather_seconds(units.get(block.name, 0.0), here) if self.layout.reshard else 0.0
             compute, tensor, gathers, clock = compute + here, tensor + talk, gathers + wait, clock + here + talk + wait
             while at < len(costs) and holds.ready[at] >= number:
                 if overlaps:
@@ -171,54 +171,59 @@ class StepSimulation:
                     clock, waits = clock + costs[at], waits + costs[at]
                 at += 1
         waits += max(0.0, free - clock)
-        self.parts["compute"] += compute
-        self.parts["tensor"] += tensor
-        self.parts["gradients"] += waits
-        self.parts["parameters"] += gathers
+        self.times["compute"] += compute
+        self.times["tensor"] += tensor
+        self.times["gradients"] += waits
+        self.times["parameters"] += gathers
 
-    def _reductions(self, holds: StageHoldings) -> list[float]:
+    def _bucket_seconds(self, holds: StageHoldings) -> list[float]:
         """Return the seconds of each bucket's reduction."""
         operation = "reduce_scatter" if self.layout.zero else "all_reduce"
-        return [self.seconds(operation, n, self.shard) + self.meeting(self.shard) for n in holds.buckets]
+        return [self.seconds(operation, n, self.shard) + self.core_sharing_seconds(self.shard) for n in holds.buckets]
 
-    def _reduced(self, holds: StageHoldings) -> float:
+    def _reduction_seconds(self, holds: StageHoldings) -> float:
         """Return the seconds of reducing all gradients: in one call at zero 0 without overlap, else in buckets."""
         if self.layout.zero == 0 and not self.places.overlaps:
             return self.seconds("all_reduce", holds.nbytes, self.shard)
-        return sum(self._reductions(holds))
+        return sum(self._bucket_seconds(holds))
 
-    def _among_replicas(self, holds: StageHoldings) -> None:
+    def _reduce_among_replicas(self, holds: StageHoldings) -> None:
         if self.replicas is not None:
             share = [nbytes / self.shard.size for nbytes in holds.buckets]
-            self.parts["gradients"] += sum(self.seconds("all_reduce", nbytes, self.replicas) for nbytes in share)
+            self.times["gradients"] += sum(self.seconds("all_reduce", nbytes, self.replicas) for nbytes in share)
 
-    def _gathers(self, holds: StageHoldings) -> dict[str, float]:
+    def _unit_gather_seconds(self, holds: StageHoldings) -> dict[str, float]:
         """Return the seconds of gathering each unit, by block name; those of the root are added to the first block."""
-        meeting = self.meeting(self.shard)
-        *units, root = [self.seconds("all_gather", n, self.shard, "private") + meeting for n in holds.buckets]
+        core_sharing_seconds = self.core_sharing_seconds(self.shard)
+        *units, root = [
+            self.seconds("all_gather", n, self.shard, "private") + core_sharing_seconds for n in holds.buckets
+        ]
         seconds = dict(zip((b.name for b in reversed(holds.stages[0]) if b.is_unit), units, strict=True))
         first = holds.stages[0][0].name
         seconds[first] = seconds.get(first, 0.0) + root / 2  # gathered once, for forward and backward
         return seconds
 
-    def _gather(self, seconds: float, meanwhile: float) -> float:
+    def _visible_gather_seconds(self, seconds: float, meanwhile: float) -> float:
         """Return the seconds of gathering a unit that are not hidden by the computation of the unit before it."""
         return max(0.0, seconds - meanwhile) if self.places.overlaps else seconds
 
-    def exchanges(self, exchanges: Sequence[AxisExchange]) -> float:
+    def exchange_seconds(self, exchanges: Sequence[AxisExchange]) -> float:
         """Return the seconds of the exchanges in a block's pass."""
         with_groups = ((each, *self.groups[each.axis]) for each in exchanges)
         return sum(axis.exchange_seconds(each, group, self) for each, axis, group in with_groups)
 
     # -- with a pipeline
 
-    def _through_pipeline(self, flow: Flow) -> None:
+    def _add_pipeline(self, flow: Flow) -> None:
         """Add the passes of all microbatches through all stages, and the reduction of gradients."""
         schedule = flow.shape
         bounds = stage_bounds(self.blocks, schedule.stages, self.layout.cut)
         stages = [self.blocks[lo:hi] for lo, hi in pairwise(bounds)]
         tensor = [
-            (sum(self.exchanges(b.forwards) for b in stage), sum(self.exchanges(b.backwards) for b in stage))
+            (
+                sum(self.exchange_seconds(b.forwards) for b in stage),
+                sum(self.exchange_seconds(b.backwards) for b in stage),
+            )
             for stage in stages
         ]
         halves = any(isinstance(step, BackwardInput) for steps in schedule.steps for step in steps)
@@ -234,16 +239,16 @@ class StepSimulation:
         ]
         each = [sum(seconds) for seconds in zip(forward, input_, weight, strict=True)]
         alone = [sum(each[n] for n in schedule.stages_of(rank)) * flow.microbatches for rank in range(schedule.ranks)]
-        ends = self._ends(flow, (forward, input_, weight), stages)
+        ends = self._stage_ends(flow, (forward, input_, weight), stages)
         here = max(range(len(ends)), key=lambda rank: ends[rank])
         talk = sum((t[0] + t[1]) * flow.microbatches for n, t in enumerate(tensor) if schedule.rank_of[n] == here)
         compute = min((alone[here] - talk) * self.turns, ends[here] - talk)
-        self.parts["compute"] += compute
-        self.parts["tensor"] += talk
-        self.parts["pipeline"] += ends[here] - compute - talk
-        self._reduce_stages(schedule, ends)
+        self.times["compute"] += compute
+        self.times["tensor"] += talk
+        self.times["pipeline"] += ends[here] - compute - talk
+        self._add_stage_reductions(schedule, ends)
 
-    def _ends(
+    def _stage_ends(
         self, flow: Flow, passes: Sequence[Sequence[float]], stages: Sequence[Sequence[BlockCost]]
     ) -> Sequence[float]:
         """Return the time at which each rank of a pipeline finishes its last step.
@@ -251,7 +256,7 @@ class StepSimulation:
         passes: Seconds of forward, of input gradients and of weight gradients, each by stage.
         """
         nodes, schedule = self.places.stages.nodes, flow.shape
-        local, (_, beside) = nodes.count(nodes[0]), self.on_the_way()
+        local, (_, beside) = nodes.count(nodes[0]), self.message_routes()
 
         def message(stage: int, to: int) -> float:
             nbytes = stages[min(stage, to)][-1].output_bytes
@@ -264,20 +269,23 @@ class StepSimulation:
         longest = max((message(s, s + 1) for s in range(schedule.stages - 1)), default=0.0)
         return flow.ends(Costs(forward, input_, weight, longest))
 
-    def on_the_way(self) -> tuple[bool, int]:
+    def message_routes(self) -> tuple[bool, int]:
         """Return whether the pipeline lies on one node, and how many pipelines send messages out of a node at once."""
         nodes = self.places.stages.nodes
         local = nodes.count(nodes[0])
         return local == len(nodes), self.places.nodes.each // max(1, local)
 
-    def _reduce_stages(self, schedule: Schedule, ends: Sequence[float]) -> None:
+    def _add_stage_reductions(self, schedule: Schedule, ends: Sequence[float]) -> None:
         """Add the reduction of each pipeline rank's gradients, which starts at the end of its last step."""
-        holds = [self.predictor.held(self.layout, self.places, rank) for rank in range(len(ends))]
-        reduced = [end + self._reduced(holds[rank]) + self._tied(schedule, rank) for rank, end in enumerate(ends)]
-        self.parts["gradients"] += max(reduced) - max(ends)
-        self._among_replicas(holds[reduced.index(max(reduced))])
+        holds = [self.predictor.holdings(self.layout, self.places, rank) for rank in range(len(ends))]
+        reduced = [
+            end + self._reduction_seconds(holds[rank]) + self._tied_seconds(schedule, rank)
+            for rank, end in enumerate(ends)
+        ]
+        self.times["gradients"] += max(reduced) - max(ends)
+        self._reduce_among_replicas(holds[reduced.index(max(reduced))])
 
-    def _tied(self, schedule: Schedule, rank: int) -> float:
+    def _tied_seconds(self, schedule: Schedule, rank: int) -> float:
         """Return the seconds of summing the gradients of parameters that the first and the last stage share."""
         ties = sum(w.numel for block in self.blocks for w in block.weights if w.same_as and w.trained)
         ranks = {schedule.rank_of[0], schedule.rank_of[-1]}
@@ -289,15 +297,15 @@ class StepSimulation:
 
     # -- after the gradients
 
-    def _update(self, holds: StageHoldings) -> None:
+    def _add_update(self, holds: StageHoldings) -> None:
         """Add the gradient norm, the update of this rank's elements, and the communication of updated parameters."""
         layout, places = self.layout, self.places
         shards = self.shard.size if layout.zero else 1
         elements = (holds.flat.numel if layout.zero else holds.numel) / shards
         values = holds.flat.buckets if layout.zero else len(holds.weights)
-        self.parts["update"] += self.updating(elements, holds.numel / max(shards, layout.replicas), values)
+        self.times["update"] += self.update_seconds(elements, holds.numel / max(shards, layout.replicas), values)
         norms = [places.replicas, places.replicas, places.layers, places.stages]
-        self.parts["other"] += sum(self.seconds("all_reduce", 8, group, "private") for group in norms)
+        self.times["other"] += sum(self.seconds("all_reduce", 8, group, "private") for group in norms)
         if not layout.zero or layout.replicas == 1:
             return
         gather = 0.0
@@ -309,9 +317,9 @@ class StepSimulation:
                 gather += sum(self.seconds("all_gather", b / local, cross_node, "private") for b in holds.buckets)
         elif not self.places.gathers:
             gather += sum(self.seconds("all_gather", nbytes, self.shard) for nbytes in holds.buckets)
-        self.parts["parameters"] += gather
+        self.times["parameters"] += gather
 
-    def updating(self, elements: float, squared: float, values: int) -> float:
+    def update_seconds(self, elements: float, squared: float, values: int) -> float:
         """Return the seconds of the gradients' norm and of the update.
 
         Args:
@@ -328,9 +336,9 @@ class StepSimulation:
             seconds += (squared + elements) * 4 / machine.links.copy_rate
         else:
             seconds += squared * 4 / device.memory_rate
-        return seconds * self.turns + self._offloading(elements)
+        return seconds * self.turns + self._offload_seconds(elements)
 
-    def _offloading(self, elements: float) -> float:
+    def _offload_seconds(self, elements: float) -> float:
         """Return the seconds of moving gradients and parameters between device and host, and states to files."""
         layout, machine, seconds = self.layout, self.machine, 0.0
         if layout.offload and machine.device is not None:
@@ -358,7 +366,7 @@ class Predictor:
     Attributes:
         at: Nodes that the ranks run on.
         collectives: Seconds of messages and collectives on this machine.
-        held: Function held(layout, places, rank) that returns the blocks and parameters at a pipeline position.
+        holdings: Function holdings(layout, places, rank) that returns the blocks and parameters at a pipeline position.
     """
 
     def __init__(
@@ -372,13 +380,13 @@ class Predictor:
     ) -> None:
         self.model, self.machine, self._room, self.bucket_mb = model, machine, memory, bucket_mb
         self.at = Nodes(nodes, ranks_per_node, machine.device is not None)
-        self._sharing = 0  # ranks that share a device
+        self._ranks_per_device = 0  # ranks that share a device
         devices = None
         if machine.device is not None:
-            self._sharing = -(-ranks_per_node // machine.device.count)
-            devices = DeviceLinks(machine.links, machine.device, self._sharing)
+            self._ranks_per_device = -(-ranks_per_node // machine.device.count)
+            devices = DeviceLinks(machine.links, machine.device, self._ranks_per_device)
         self.collectives = CollectiveTimes(machine.links, machine.collectives, devices)
-        self.held = lru_cache(maxsize=4096)(self._find_held)
+        self.holdings = lru_cache(maxsize=4096)(self._find_holdings)
         self._flow = lru_cache(maxsize=256)(Flow)
         self._flat: dict[Any, StageHoldings] = {}
 
@@ -392,7 +400,7 @@ class Predictor:
         if self._room is not None:
             return self._room
         if self.machine.device is not None:
-            return self.machine.device.memory / self._sharing
+            return self.machine.device.memory / self._ranks_per_device
         return self.machine.memory / self.at.each
 
     def predict(self, layout: ParallelLayout) -> Prediction:
@@ -408,9 +416,9 @@ class Predictor:
         """Return the bytes of the rank that needs most, by category."""
         places = self.places(layout)
         inputs, flow = self.inputs(places), self.flow(layout)
-        holds = [self.held(layout, places, rank) for rank in range(layout.pipeline)]
-        flying = in_flight(layout, flow, holds) if flow is not None else [0.0]
-        accounts = [account(inputs, holds[rank], flow, rank, flying[rank]) for rank in range(layout.pipeline)]
+        holds = [self.holdings(layout, places, rank) for rank in range(layout.pipeline)]
+        in_flight_bytes = in_flight(layout, flow, holds) if flow is not None else [0.0]
+        accounts = [account(inputs, holds[rank], flow, rank, in_flight_bytes[rank]) for rank in range(layout.pipeline)]
         return max(accounts, key=lambda each: sum(each.values()))
 
     def host_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
@@ -420,7 +428,7 @@ class Predictor:
         places = self.places(layout)
         # three batches have been read and are not yet used, with the one on its way to the device
         data = 3 * -(-self.model.batch // layout.readers) * float(self.model.sample_bytes)
-        holds = (self.held(layout, places, rank) for rank in range(layout.pipeline))
+        holds = (self.holdings(layout, places, rank) for rank in range(layout.pipeline))
         accounts = [host_account(self.inputs(places), holdings, data) for holdings in holds]
         return max(accounts, key=lambda each: sum(each.values()))
 
@@ -441,7 +449,7 @@ class Predictor:
 
     def turns(self, places: LayoutPlaces) -> float:
         """Return the factor by which a rank computes slower while all ranks of its node, or of its device, compute."""
-        return float(self._sharing) or places.turns
+        return float(self._ranks_per_device) or places.turns
 
     def places(self, layout: ParallelLayout) -> LayoutPlaces:
         """Return the layout's ranks on the nodes.
@@ -451,7 +459,10 @@ class Predictor:
         """
         if layout.ranks != self.ranks:
             shape = " x ".join(f"{axis.name} {ranks}" for axis, ranks in layout.sizes)
-            raise refusal(f"{shape} are not the {self.ranks} ranks of {self.at.count} x {self.at.each}")
+            raise refusal(
+                f"the layout {shape} does not have the {self.ranks} ranks of {self.at.count} nodes with {self.at.each} "
+                "ranks each; use a layout with this number of ranks"
+            )
         return LayoutPlaces(self.at, self.machine.cores, layout, self.machine.seen_cores)
 
     def blocks(self, layout: ParallelLayout, places: LayoutPlaces) -> tuple[BlockCost, ...]:
@@ -473,7 +484,7 @@ class Predictor:
             return None
         return self._flow(layout.schedule, layout.pipeline, self.microbatches(layout), layout.chunks, layout.slices)
 
-    def _find_held(self, layout: ParallelLayout, places: LayoutPlaces, rank: int) -> StageHoldings:
+    def _find_holdings(self, layout: ParallelLayout, places: LayoutPlaces, rank: int) -> StageHoldings:
         blocks = self.blocks(layout, places)
         spans: tuple[tuple[int, int], ...] = ((0, len(blocks)),)
         flow = self.flow(layout)
@@ -488,5 +499,5 @@ class Predictor:
             order, precision = self.model.order, self.model.precision
             self._flat[key] = stage_holdings(stages, order, parts, bucket_mb, precision, by_unit=places.gathers)
         if not self._flat[key].weights:
-            raise refusal(f"rank {rank} of the pipeline would have no parameter to train")
+            raise refusal(f"rank {rank} of the pipeline would have no parameter to train; use fewer stages")
         return replace(self._flat[key], stages=stages)

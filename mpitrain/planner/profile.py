@@ -23,9 +23,9 @@ from mpitrain.layout.boxes import is_replicated
 from mpitrain.parallel.costs import BlockCost, Divided, ModelProfile, Weight
 from mpitrain.parallel.memory import ITEMSIZE
 from mpitrain.planner import counted
-from mpitrain.planner.counted import CountedOperation, Observed, between, observe
+from mpitrain.planner.counted import BlockObservation, CountedOperation, interpolate, observe
 from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.measured import MeasuringFailed, Timed, Workers
+from mpitrain.planner.measured import BlockSeconds, MeasurementError, Workers
 from mpitrain.planner.subject import Cut, Subject
 from mpitrain.shard.flat import blocks_of
 from mpitrain.shard.in_place import MIN_ELEMENTS
@@ -60,7 +60,7 @@ def profile_of(
     Raises:
         InputError: The model cannot be built, or does not fit the data.
     """
-    known = machine or MachineProfile("nobody's", "assumed", _cores(), 0)
+    known = machine or MachineProfile("default", "assumed", _cores(), 0)
     times = _Times(config, description, known, budget, ranks_per_node) if measure else None
     return BlockProfile(Subject(config, description, real=measure), known, times)
 
@@ -78,15 +78,15 @@ class BlockProfile(ModelProfile):
         self.order = [name for name, _ in subject.module.named_parameters()]
         self._subject = subject
         self._machine, self._times = machine, times
-        self._observed = lru_cache(None)(self._observe)
+        self._observations = lru_cache(None)(self._observe)
         self._weights = lru_cache(None)(self._list_weights)
-        self._made = lru_cache(None)(self._make)
+        self._cached_blocks = lru_cache(None)(self._make_blocks)
 
     def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[BlockCost, ...]:
         """Return the costs of the blocks, measured or estimated; the rest is as in `ModelProfile.blocks`."""
         if divided.synchronized and not self.synchronous:
             divided = replace(divided, synchronized=False)
-        return self._made(samples, divided, threads)
+        return self._cached_blocks(samples, divided, threads)
 
     def takes(self, divided: Divided) -> bool:
         """Return True if the model can be divided in this way, see `ModelProfile.takes`."""
@@ -103,15 +103,15 @@ class BlockProfile(ModelProfile):
         if self._times is not None:
             self._times.close()
 
-    def _make(self, samples: int, divided: Divided, threads: int) -> tuple[BlockCost, ...]:
+    def _make_blocks(self, samples: int, divided: Divided, threads: int) -> tuple[BlockCost, ...]:
         names, weights = self._weights(divided)
-        observed = self._observed(samples, divided)
+        observed = self._observations(samples, divided)
         estimates = self._estimate(observed, weights, threads)
         timed = estimates
         if self._times is not None:
             undivided, whole = estimates, Divided()
             if divided != whole:
-                undivided = self._estimate(self._observed(samples, whole), self._weights(whole)[1], threads)
+                undivided = self._estimate(self._observations(samples, whole), self._weights(whole)[1], threads)
             timed = self._times.of(samples, divided, threads, estimates, undivided)
         blocks = []
         for name, weight, each, one, time_ in zip(names, weights, observed, estimates, timed, strict=True):
@@ -122,10 +122,10 @@ class BlockProfile(ModelProfile):
                 forward=time_.forward,
                 input=time_.backward * part,
                 weight=time_.backward * (1 - part),
-                saved_bytes=round(each.kept),
-                input_bytes=round(each.taken),
-                output_bytes=round(each.given),
-                working=round(each.working),
+                saved_bytes=round(each.saved_bytes),
+                input_bytes=round(each.input_bytes),
+                output_bytes=round(each.output_bytes),
+                working=round(each.working_bytes),
                 weights=weight,
                 forwards=each.forwards,
                 backwards=each.backwards,
@@ -134,11 +134,13 @@ class BlockProfile(ModelProfile):
             blocks.append(block)
         return tuple(blocks)
 
-    def _estimate(self, observed: Sequence[Observed], weights: Sequence[Sequence[Weight]], threads: int) -> list[Timed]:
+    def _estimate(
+        self, observed: Sequence[BlockObservation], weights: Sequence[Sequence[Weight]], threads: int
+    ) -> list[BlockSeconds]:
         """Return the seconds of each block, estimated from operations and bytes."""
         machine, precision, itemsize = self._machine, self.precision, ITEMSIZE[self.precision]
-        times: list[Timed] = []
-        once: dict[tuple[int, tuple[int, ...]], Timed] = {}  # equal blocks share one observation
+        times: list[BlockSeconds] = []
+        once: dict[tuple[int, tuple[int, ...]], BlockSeconds] = {}  # equal blocks share one observation
         for each, block_weights in zip(observed, weights, strict=True):
             trained = [weight.numel for weight in block_weights if weight.trained]
             key = id(each), tuple(trained)
@@ -149,13 +151,13 @@ class BlockProfile(ModelProfile):
                 more = sum(n * itemsize * (1 if n < MIN_ELEMENTS else 3) for n in trained)
                 passes = each.forward, (*each.backward, *copied)
                 forward, backward = (counted.seconds(one, machine, precision, threads) for one in passes)
-                once[key] = Timed(forward, backward, counted.moving(more, machine, threads))
+                once[key] = BlockSeconds(forward, backward, counted.seconds_to_move(more, machine, threads))
             times.append(once[key])
         return times
 
-    def _observe(self, samples: int, divided: Divided) -> list[Observed]:
+    def _observe(self, samples: int, divided: Divided) -> list[BlockObservation]:
         if samples > _EXACT or (self._times is None and samples not in _POINTS):
-            return self._in_line(samples, divided)
+            return self._interpolate(samples, divided)
         for fake in (True, False):
             try:
                 return observe(self._cut(divided, fake), samples)
@@ -164,17 +166,17 @@ class BlockProfile(ModelProfile):
             except Exception as error:  # the model's code may raise anything without values
                 failed = error
         if samples == 1:  # a batch norm cannot compute the variance of one value
-            return self._in_line(samples, divided)
+            return self._interpolate(samples, divided)
         text = " ".join(f"{type(failed).__name__}: {failed}".split())
         raise InputError(f"a pass through the model fails for {samples} samples: {text}") from failed
 
-    def _in_line(self, samples: int, divided: Divided) -> list[Observed]:
-        few, more = (self._observed(size, divided) for size in _POINTS)
+    def _interpolate(self, samples: int, divided: Divided) -> list[BlockObservation]:
+        few, more = (self._observations(size, divided) for size in _POINTS)
         along = (samples - _POINTS[0]) / (_POINTS[1] - _POINTS[0])
-        interpolated: dict[tuple[int, int], Observed] = {}
+        interpolated: dict[tuple[int, int], BlockObservation] = {}
         for a, b in zip(few, more, strict=True):
             if (id(a), id(b)) not in interpolated:
-                interpolated[id(a), id(b)] = between(a, b, along)
+                interpolated[id(a), id(b)] = interpolate(a, b, along)
         return [interpolated[id(a), id(b)] for a, b in zip(few, more, strict=True)]
 
     @lru_cache(64)  # noqa: B019 a profile lives as long as the plan
@@ -188,7 +190,7 @@ class BlockProfile(ModelProfile):
         cut = self._cut(divided, True)
         names = [name for name, _ in cut.blocks]
         for number, (name, block) in enumerate(cut.blocks):
-            like, block_weights = cut.like[number], list[Weight]()
+            like, block_weights = cut.first_equal[number], list[Weight]()
             if like != number:
                 block_weights = [
                     replace(each, name=name + each.name.removeprefix(names[like])) for each in weights[like]
@@ -209,10 +211,10 @@ class _Times:
         self, config: Config, description: Description, machine: MachineProfile, budget: float, ranks: int
     ) -> None:
         self._config, self._description, self._machine = config, description, machine
-        self._left, self._ranks = budget, ranks
+        self._budget_left, self._ranks = budget, ranks
         self._workers: dict[int, Workers] = {}
-        self._points: dict[tuple[Divided, int, int], list[Timed] | None] = {}
-        self._failed, self._said = "", False  # why a measurement failed; whether a warning was given
+        self._points: dict[tuple[Divided, int, int], list[BlockSeconds] | None] = {}
+        self._failure, self._has_warned = "", False  # why a measurement failed; whether a warning was given
 
     def close(self) -> None:
         for workers in self._workers.values():
@@ -220,8 +222,13 @@ class _Times:
         self._workers.clear()
 
     def of(
-        self, samples: int, divided: Divided, threads: int, estimates: Sequence[Timed], undivided: Sequence[Timed]
-    ) -> list[Timed]:
+        self,
+        samples: int,
+        divided: Divided,
+        threads: int,
+        estimates: Sequence[BlockSeconds],
+        undivided: Sequence[BlockSeconds],
+    ) -> list[BlockSeconds]:
         """Return the seconds of each block.
 
         Args:
@@ -232,41 +239,43 @@ class _Times:
             undivided: Estimated seconds of each block of the model that is not divided.
         """
         plain = Divided()
-        if threads > 1 and (self._left <= 0 or threads > _cores()):
+        if threads > 1 and (self._budget_left <= 0 or threads > _cores()):
             gain = 1 + (threads - 1) * self._machine.threads
-            return [Timed(*(s / gain for s in t)) for t in self.of(samples, divided, 1, estimates, undivided)]
-        if divided == plain or (self._left > 0 and not divided.whole):
-            times = self._along(samples, divided, threads)
+            return [BlockSeconds(*(s / gain for s in t)) for t in self.of(samples, divided, 1, estimates, undivided)]
+        if divided == plain or (self._budget_left > 0 and not divided.whole):
+            times = self._interpolated_seconds(samples, divided, threads)
             if times is not None:
                 return times
         if divided == plain:
-            if not self._said:
-                self._said, why = True, self._failed or "there was no time"
-                warnings.warn(f"seconds are counted, not measured, which is less exact: {why}", stacklevel=2)
+            if not self._has_warned:
+                self._has_warned, why = True, self._failure or "the time for measuring is used up"
+                warnings.warn(f"block times are estimated, not measured, which is less exact: {why}", stacklevel=2)
             return list(estimates)
         base = self.of(samples, plain, threads, undivided, undivided)
         return [
-            Timed(*(seconds * part / whole if whole else part for seconds, part, whole in zip(*each, strict=True)))
+            BlockSeconds(
+                *(seconds * part / whole if whole else part for seconds, part, whole in zip(*each, strict=True))
+            )
             for each in zip(base, estimates, undivided, strict=True)
         ]
 
-    def _along(self, samples: int, divided: Divided, threads: int) -> list[Timed] | None:
+    def _interpolated_seconds(self, samples: int, divided: Divided, threads: int) -> list[BlockSeconds] | None:
         """Return seconds on a straight line through the two nearest measured powers of two; None if not measured."""
-        known = self._powers(samples, divided, threads)
+        known = self._measured_powers(samples, divided, threads)
         if samples in known or len(known) < 2:
             return known.get(samples)
         sizes = sorted(known)
         at = min(max(1, bisect(sizes, samples)), len(sizes) - 1)
         low, high = sizes[at - 1], sizes[at]
         along = (samples - low) / (high - low)
-        return [_line(a, b, along) for a, b in zip(known[low], known[high], strict=True)]
+        return [_on_line(a, b, along) for a, b in zip(known[low], known[high], strict=True)]
 
-    def _powers(self, samples: int, divided: Divided, threads: int) -> dict[int, list[Timed]]:
+    def _measured_powers(self, samples: int, divided: Divided, threads: int) -> dict[int, list[BlockSeconds]]:
         """Return seconds measured for 1, 2, 4 ... samples, up to `samples` or until a microbatch takes too long."""
-        measured: dict[int, list[Timed]] = {}
+        measured: dict[int, list[BlockSeconds]] = {}
         size = 1
         while True:
-            point = self._point(size, divided, threads)
+            point = self._measured_seconds(size, divided, threads)
             if point is not None:
                 measured[size] = point
             if (size >= samples and measured) or (size > 1 and point is None):
@@ -275,7 +284,7 @@ class _Times:
                 return measured
             size *= 2
 
-    def _point(self, samples: int, divided: Divided, threads: int) -> list[Timed] | None:
+    def _measured_seconds(self, samples: int, divided: Divided, threads: int) -> list[BlockSeconds] | None:
         """Return the seconds measured for a number of samples, from the cache if there; None if measuring fails."""
         key = (divided, samples, threads)
         if key not in self._points:
@@ -288,20 +297,20 @@ class _Times:
             begin = time.perf_counter()
             try:
                 self._points[key] = self._workers[threads].measure(samples, divided)
-            except MeasuringFailed as error:
-                self._points[key], self._failed = None, str(error)
-            self._left -= time.perf_counter() - begin
+            except MeasurementError as error:
+                self._points[key], self._failure = None, str(error)
+            self._budget_left -= time.perf_counter() - begin
         return self._points[key]
 
 
-def _line(a: Timed, b: Timed, along: float) -> Timed:
+def _on_line(a: BlockSeconds, b: BlockSeconds, along: float) -> BlockSeconds:
     """Return the seconds at `along` on the straight line from a (at 0) to b (at 1), or beyond.
 
     Noise may make a longer than b. The result is therefore at least b / 2, or b * along / 2 for `along` below 1.
     """
     forward = max(a.forward + (b.forward - a.forward) * along, b.forward * min(1.0, along) / 2)
     backward = max(a.backward + (b.backward - a.backward) * along, b.backward * min(1.0, along) / 2)
-    return Timed(forward, backward, (a.later + b.later) / 2)  # `later` does not depend on samples
+    return BlockSeconds(forward, backward, (a.later + b.later) / 2)  # `later` does not depend on samples
 
 
 def _cores() -> int:

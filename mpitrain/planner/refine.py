@@ -63,18 +63,18 @@ class Limits:
 
     Attributes:
         room: Bytes for activations, parameters, gradients and states of a stage.
-        held: Largest number of microbatches that each stage keeps at once.
+        microbatches: Largest number of microbatches that each stage keeps at once.
         per_element: Bytes of a parameter element with its gradient and states on one rank.
         recompute: If true, a block keeps only its input.
     """
 
     room: float
-    held: Sequence[int]
+    microbatches: Sequence[int]
     per_element: float
     recompute: bool = False
 
 
-def held_at_most(pipeline: int, chunks: int, microbatches: int, schedule: str) -> list[int]:
+def peak_microbatches(pipeline: int, chunks: int, microbatches: int, schedule: str) -> list[int]:
     """Return the largest number of microbatches that each stage keeps at once (see `pipe.schedule`).
 
     With several stages per rank, the number is a mean over them.
@@ -118,16 +118,16 @@ def best_cut(
     seconds = stage_seconds(blocks, message, limits is not None and limits.recompute)
     allowed = [np.isfinite(seconds)] * stages if limits is None else stage_fits(blocks, limits)
     sum_weight, slowest_weight = 1 / chunks, microbatches * chunks - 1
-    slowest = _least(seconds, allowed, np.maximum)[0]
+    slowest = _minimize(seconds, allowed, np.maximum)[0]
     if not np.isfinite(slowest):
         return None
-    least_sum = _least(seconds, allowed, np.add)[0]
+    least_sum = _minimize(seconds, allowed, np.add)[0]
     best, best_bounds = np.inf, None
     for limit in np.unique(seconds[(seconds >= slowest) & np.isfinite(seconds)]):
         if sum_weight * least_sum + slowest_weight * limit >= best:
             break
         uneven = seconds * (1 + _EVEN * seconds / limit) if limit else seconds
-        total, bounds = _least(uneven, [possible & (seconds <= limit) for possible in allowed], np.add)
+        total, bounds = _minimize(uneven, [possible & (seconds <= limit) for possible in allowed], np.add)
         if sum_weight * total + slowest_weight * limit < best:
             best, best_bounds = sum_weight * total + slowest_weight * limit, bounds
     return best_bounds
@@ -164,13 +164,13 @@ def stage_fits(blocks: Sequence[BlockCost], limits: Limits) -> list[npt.NDArray[
     )
     weights = np.array([sum(weight.numel for weight in block.weights) for block in blocks], dtype=float)
     fits = []
-    for microbatches in limits.held:
+    for microbatches in limits.microbatches:
         sums = np.concatenate([[0.0], np.cumsum(activations * microbatches + weights * limits.per_element)])
         fits.append(sums[None, :] - sums[:, None] <= limits.room)
     return fits
 
 
-def _least(
+def _minimize(
     seconds: _Array, allowed: Sequence[npt.NDArray[np.bool_]], combine: Callable[[_Array, _Array], _Array]
 ) -> tuple[float, list[int]]:
     """Return the least sum (or maximum) of the stages' seconds over all allowed cuts, and the bounds of that cut."""
@@ -346,58 +346,61 @@ class Refinement:
     """
 
     def __init__(self, predictor: Predictor) -> None:
-        self._of = predictor
-        self._whole = lru_cache(maxsize=None)(self._find_whole)
-        self._cut = lru_cache(maxsize=None)(self._find_cut)
+        self._predictor = predictor
+        self._cached_whole = lru_cache(maxsize=None)(self._find_whole)
+        self._cached_cut = lru_cache(maxsize=None)(self._find_cut)
 
     def __call__(self, layout: ParallelLayout) -> list[ParallelLayout]:
         variants = [layout]
         if layout.tensor > 1 and not layout.sequence:
-            whole = self._whole(_plain(layout))
+            whole = self._cached_whole(_without_placement(layout))
             variants = ([replace(layout, whole=whole)] if whole else []) + variants
         if layout.pipeline > 1:
-            cuts = [(each, self._cut(_plain(each), self._per_element(each))) for each in variants]
+            cuts = [
+                (each, self._cached_cut(_without_placement(each), self._bytes_per_element(each))) for each in variants
+            ]
             variants = [replace(each, cut=cut) for each, cut in cuts if cut] + variants
         return variants
 
     def _find_cut(self, layout: ParallelLayout, per_element: float) -> tuple[int, ...]:
         """Return the number of blocks of each stage; empty if stages of equally many blocks are best."""
-        count, stages = self._of.microbatches(layout), layout.pipeline * layout.chunks
-        microbatches = held_at_most(layout.pipeline, layout.chunks, count, layout.schedule)
-        room = (self._of.room() - self._of.machine.process) / layout.chunks
+        count, stages = self._predictor.microbatches(layout), layout.pipeline * layout.chunks
+        microbatches = peak_microbatches(layout.pipeline, layout.chunks, count, layout.schedule)
+        room = (self._predictor.room() - self._predictor.machine.process) / layout.chunks
         limits = Limits(room, microbatches, per_element, layout.recompute)
-        places = self._of.places(layout)
-        message = partial(self._of.collectives.message, inside=places.stages.spans == 1)
-        blocks = self._of.blocks(layout, places)
+        places = self._predictor.places(layout)
+        message = partial(self._predictor.collectives.message, inside=places.stages.spans == 1)
+        blocks = self._predictor.blocks(layout, places)
         bounds = best_cut(blocks, stages, count, layout.chunks, message, limits)
         bounds = bounds or best_cut(blocks, stages, count, layout.chunks, message)  # the limits are estimates
         return sizes(bounds) if bounds else ()
 
     def _find_whole(self, layout: ParallelLayout) -> tuple[str, ...]:
         """Return patterns of the layers that are better left whole, as far as memory allows."""
-        places = self._of.places(layout)
+        places = self._predictor.places(layout)
 
         def exchange(each: AxisExchange) -> float:
             group = places.replicas if each.axis == REPLICAS else places.over(each.axis)
-            return self._of.collectives.seconds(each.operation, each.nbytes, group)
+            return self._predictor.collectives.seconds(each.operation, each.nbytes, group)
 
-        count, per_element = self._of.microbatches(layout), self._per_element(layout) / layout.pipeline
+        count, per_element = self._predictor.microbatches(layout), self._bytes_per_element(layout) / layout.pipeline
         try:
             pairs = pairs_of(
-                self._of.model, layout.microbatch, layout.divided, exchange, count, per_element, places.threads
+                self._predictor.model, layout.microbatch, layout.divided, exchange, count, per_element, places.threads
             )
-            taken = sum(self._of.memory(layout).values())
+            taken = sum(self._predictor.memory(layout).values())
         except InputError:
             return ()
-        counts = choose(pairs, self._of.room() - taken)
+        counts = choose(pairs, self._predictor.room() - taken)
         return whole_patterns(pairs, counts) if counts and any(counts) else ()
 
-    def _per_element(self, layout: ParallelLayout) -> float:
+    def _bytes_per_element(self, layout: ParallelLayout) -> float:
         """Return the bytes of a parameter element with its gradient and states on one rank."""
-        return self._of.inputs(self._of.places(layout)).stored(1.0, ITEMSIZE[self._of.model.precision]).total
+        inputs = self._predictor.inputs(self._predictor.places(layout))
+        return inputs.stored(1.0, ITEMSIZE[self._predictor.model.precision]).total
 
 
-def _plain(layout: ParallelLayout) -> ParallelLayout:
+def _without_placement(layout: ParallelLayout) -> ParallelLayout:
     """Return the layout with default placement of states, which neither a cut nor a division depends on."""
     placement = {"zero", "share_node", "shard_within", "reshard", "offload"}
     return layout.only(*(SECTION_OF.keys() - placement))

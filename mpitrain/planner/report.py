@@ -18,17 +18,17 @@ from mpitrain.storage.text import align_rows, bytes_text, seconds_text, short
 _WIDTH = 118
 
 
-def table(found: Sequence[Prediction]) -> str:
+def table(predictions: Sequence[Prediction]) -> str:
     """Return predictions, sorted from best to worst, as a table with one line each."""
-    lines = ["      step   samples/s      memory   compute  exchanged   idle  layout"]
-    for number, each in enumerate(found, 1):
-        share = {name: seconds / each.seconds for name, seconds in each.parts.items()}
+    lines = ["      step   samples/s      memory   compute   messages   idle  layout"]
+    for number, each in enumerate(predictions, 1):
+        share = {name: seconds / each.seconds for name, seconds in each.times.items()}
         talk = sum(share.get(name, 0.0) for name in ("tensor", "gradients", "parameters"))
         busy = share.get("compute", 0.0) + share.get("update", 0.0)
         lines.append(
             f"{number:2} {seconds_text(each.seconds):>8} {short(each.samples / each.seconds):>9} "
             f"{bytes_text(each.total_memory):>13} {busy:9.0%} {talk:10.0%} {share.get('pipeline', 0.0):6.0%}  "
-            f"{_shortened(text(each.layout), _WIDTH - 61)}"
+            f"{_shorten(text(each.layout), _WIDTH - 61)}"
         )
     return "\n".join(lines)
 
@@ -42,26 +42,26 @@ def details(prediction: Prediction, room: float) -> str:
     """
     parts = [
         f"{name} {seconds_text(seconds)} ({seconds / prediction.seconds:.0%})"
-        for name, seconds in prediction.parts.items()
+        for name, seconds in prediction.times.items()
         if seconds > prediction.seconds * 0.005  # smaller parts are not shown
     ]
     large = [f"{name} {bytes_text(nbytes)}" for name, nbytes in prediction.memory.items() if nbytes >= 1024]
     rows = [
         ("step", f"{seconds_text(prediction.seconds)}: {', '.join(parts)}"),
         ("throughput", f"{short(prediction.samples / prediction.seconds)} samples/s"),
-        ("memory", f"{bytes_text(prediction.total_memory)} of {bytes_text(room)} a rank: {', '.join(large)}"),
+        ("memory", f"{bytes_text(prediction.total_memory)} of {bytes_text(room)} per rank: {', '.join(large)}"),
     ]
-    return "\n".join([f"layout {text(prediction.layout)}", _wrapped(rows)])
+    return "\n".join([f"layout {text(prediction.layout)}", _wrap(rows)])
 
 
-def refused(excess: Sequence[Excess]) -> str:
+def excess_text(excess: Sequence[Excess]) -> str:
     """Return text that says by how much layouts exceed the memory, and which category of memory takes most."""
     lines = []
     for each in excess:
-        lines.append(f"  {_shortened(text(each.layout), _WIDTH - 2)}")
+        lines.append(f"  {_shorten(text(each.layout), _WIDTH - 2)}")
         total = bytes_text(sum(each.memory.values()))
         where = " on the host" if each.host else ""
-        lines.append(f"      {total}{where}, {bytes_text(each.missing)} too much; most of it {_blame(each)}")
+        lines.append(f"      {total}{where}, {bytes_text(each.missing)} too much; most of it {_largest_category(each)}")
     return "\n".join(lines)
 
 
@@ -72,16 +72,15 @@ def report(plan: LayoutPlan, title: str) -> str:
         plan: Result of the search.
         title: Heading, with the ranks and the machine.
     """
-    parts = [f"{title}: {plan.layouts:,} layouts, {plan.predicted:,} simulated, {bytes_text(plan.room)} a rank"]
-    if plan.found:
-        parts += [table(plan.found), details(plan.found[0], plan.room)]
-    if not math.isinf(plan.beyond):
-        parts.append(
-            f"not simulated: {plan.left:,} layouts, expected to take {seconds_text(plan.beyond)} or more a step"
-        )
+    parts = [f"{title}: {plan.layouts:,} layouts, {plan.predicted:,} simulated, {bytes_text(plan.room)} per rank"]
+    if plan.predictions:
+        parts += [table(plan.predictions), details(plan.predictions[0], plan.room)]
+    if not math.isinf(plan.unvisited_seconds):
+        at_least = seconds_text(plan.unvisited_seconds)
+        parts.append(f"not simulated: {plan.unvisited:,} layouts, expected to take {at_least} or more per step")
     if plan.excess:
-        head = "faster, maybe, but too large" if plan.found else "closest to fitting"
-        parts.append(f"{head}:\n{refused(plan.excess)}")
+        head = "possibly faster, but too large for memory" if plan.predictions else "closest to fitting"
+        parts.append(f"{head}:\n{excess_text(plan.excess)}")
     return "\n\n".join(parts)
 
 
@@ -90,31 +89,31 @@ def nothing_fits(plan: LayoutPlan) -> str:
     if not plan.excess:
         return f"none of {plan.layouts:,} layouts can be trained"
     least = plan.excess[0]
-    whose = "of the host's memory that a rank has" if least.host else "of a rank"
+    whose = "of host memory per rank" if least.host else "per rank"
     return (
-        f"no layout fits in the {bytes_text(least.room)} {whose}; {text(least.layout)} is closest, and takes "
-        f"{math.ceil(least.missing):,} bytes ({bytes_text(least.missing)}) more, most of it {_blame(least)}"
+        f"no layout fits into {bytes_text(least.room)} {whose}; the closest one is {text(least.layout)}, which needs "
+        f"{math.ceil(least.missing):,} bytes ({bytes_text(least.missing)}) more, most of it {_largest_category(least)}"
     )
 
 
-def _blame(excess: Excess) -> str:
+def _largest_category(excess: Excess) -> str:
     """Return the category that takes most memory, and a setting that makes it smaller."""
-    layout, blame = excess.layout, excess.blame
+    layout, blame = excess.layout, excess.largest_category
     fixes = {
         "states": "" if layout.zero else "a higher zero",
         "gradients": "zero 2" if layout.zero < 2 else "",
         "parameters": "zero 3" if layout.zero < 3 else "more pipeline or tensor ranks",
         "activations": "recompute" if not layout.recompute else "a smaller microbatch",
         "working": "a smaller microbatch" if layout.microbatch > 1 else "",
-        "process": "fewer ranks a node",
-        "model": "fewer ranks a node",
+        "process": "fewer ranks per node",
+        "model": "fewer ranks per node",
         "pinned": "a higher zero" if not layout.zero else "",
     }
     fix = fixes.get(blame, "")
     return f"{blame}, {bytes_text(excess.memory[blame])}" + (f" ({fix} takes less)" if fix else "")
 
 
-def _wrapped(rows: Sequence[tuple[str, str]]) -> str:
+def _wrap(rows: Sequence[tuple[str, str]]) -> str:
     """Return rows of a label and a text as lines, broken at commas."""
     broken = []
     width = _WIDTH - 5 - max(len(label) for label, _ in rows)
@@ -130,7 +129,7 @@ def _wrapped(rows: Sequence[tuple[str, str]]) -> str:
     return align_rows(broken)
 
 
-def _shortened(line: str, width: int) -> str:
+def _shorten(line: str, width: int) -> str:
     return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
@@ -172,9 +171,9 @@ def picture(figure: Any, strong: Sequence[Point], weak: Sequence[Point], title: 
         time.plot(ranks, [prediction.seconds for _, prediction in fits], style, label=name)
         efficiency.plot(ranks, [efficiency_of(fits[: n + 1]) for n in range(len(fits))], style, label=name)
         memory.plot(ranks, [prediction.total_memory / 2**30 for _, prediction in fits], style, label=name)
-    time.set(ylabel="seconds a step", yscale="log")
+    time.set(ylabel="seconds per step", yscale="log")
     efficiency.set(ylabel="efficiency", ylim=(0, 1.1))
-    memory.set(ylabel="GiB a rank", ylim=(0, None))
+    memory.set(ylabel="GiB per rank", ylim=(0, None))
     for axis in (time, efficiency, memory):
         axis.set(xscale="log", xlabel="ranks")
         axis.set_xticks([ranks for ranks, _ in strong], [str(ranks) for ranks, _ in strong], rotation=45)

@@ -30,8 +30,8 @@ from mpitrain.planner.refine import Refinement
 
 COUNT = 10
 SIMULATED = 200  # layouts and variants that a search simulates at most
-_REFUSED = 10  # variants that may not fit, per allowed simulation, before the search looks for the smallest layout
-_NEAR = 6  # maximum number of layouts in a plan that do not fit
+_MOST_TOO_LARGE = 10  # variants that may not fit, per allowed simulation, before the smallest layout is sought
+_MOST_NEAREST = 6  # maximum number of layouts in a plan that do not fit
 
 Variants = Callable[[ParallelLayout], Iterable[ParallelLayout]]
 _Waiting = tuple[float, int, ParallelLayout, tuple[ParallelLayout, ...] | None]
@@ -61,7 +61,7 @@ class Excess:
         return sum(self.memory.values()) - self.room
 
     @property
-    def blame(self) -> str:
+    def largest_category(self) -> str:
         """Category that takes the most memory."""
         return max(self.memory, key=lambda category: self.memory[category])
 
@@ -71,24 +71,24 @@ class LayoutPlan:
     """Result of a search.
 
     Attributes:
-        found: Predictions of the best layouts, the best one first.
+        predictions: Predictions of the best layouts, the best one first.
         excess: The fastest layouts that do not fit, by their lower bounds; if nothing fits, those that are closest to
             fitting.
         room: Bytes that a rank may use.
         layouts: Number of layouts in the search.
         predicted: Number of simulations, variants included.
-        beyond: Least estimated seconds of a layout that was not visited because the search reached its limit; infinite
-            if it did not, and the result is that of simulating all layouts.
-        left: Number of layouts that were not visited.
+        unvisited_seconds: Least estimated seconds of a layout that was not visited because the search reached its
+            limit; infinite if it did not, and the result is that of simulating all layouts.
+        unvisited: Number of layouts that were not visited.
     """
 
-    found: Sequence[Prediction]
+    predictions: Sequence[Prediction]
     excess: Sequence[Excess]
     room: float
     layouts: int
     predicted: int
-    beyond: float = float("inf")
-    left: int = 0
+    unvisited_seconds: float = float("inf")
+    unvisited: int = 0
 
 
 def best(
@@ -96,7 +96,7 @@ def best(
     rules: LayoutRules = LayoutRules(),
     count: int = COUNT,
     seconds: float = float("inf"),
-    wanted: Mapping[str, Any] = MappingProxyType({}),
+    requested: Mapping[str, Any] = MappingProxyType({}),
 ) -> LayoutPlan:
     """Return the best of all layouts that a model can be trained in.
 
@@ -105,23 +105,23 @@ def best(
         rules: Restrictions from the rest of the configuration.
         count: Number of layouts to return.
         seconds: Seconds after which the search also ends if it has found a layout.
-        wanted: Settings that the layouts must have, as returned by `given`.
+        requested: Settings that the layouts must have, as returned by `explicit_settings`.
 
     Raises:
         InputError: There is no layout with these settings.
     """
-    layouts = offered(predictor, rules, wanted)
-    if wanted and not layouts:
-        settings = ", ".join(f"{SECTION_OF[key]}.{key} {value}" for key, value in wanted.items())
+    layouts = layouts_with(predictor, rules, requested)
+    if requested and not layouts:
+        settings = ", ".join(f"{SECTION_OF[key]}.{key} {value}" for key, value in requested.items())
         raise refusal(
-            f"parallel.auto finds no layout of {predictor.ranks} ranks with {settings}; leave some of these out"
+            f"parallel.auto finds no layout of {predictor.ranks} ranks with {settings}; remove some of these settings"
         )
-    variants, fixed = Refinement(predictor), [key for key in ("cut", "whole") if key in wanted]
+    variants, fixed = Refinement(predictor), [key for key in ("cut", "whole") if key in requested]
 
-    def refined(layout: ParallelLayout) -> list[ParallelLayout]:
+    def refine(layout: ParallelLayout) -> list[ParallelLayout]:
         return [replace(variant, **{key: getattr(layout, key) for key in fixed}) for variant in variants(layout)]
 
-    return best_of(Bounds(predictor), layouts, count, refined, seconds=seconds)
+    return best_of(Bounds(predictor), layouts, count, refine, seconds=seconds)
 
 
 def best_of(
@@ -151,7 +151,7 @@ def best_of(
     search = _Search(predictor, entries, count, variants)
     search.run(limit, seconds)
     if not search.best:
-        search.look_for_the_smallest()
+        search.find_smallest()
     fit = {replace(each.layout, cut=(), whole=()) for each in search.best}
     search.excess = [each for each in search.excess if replace(each.layout, cut=(), whole=()) not in fit]
     beyond, left = (search.waiting[0][0], len(search.waiting)) if search.waiting else (float("inf"), 0)
@@ -166,8 +166,8 @@ class _Search:
         best: Best predictions, at most the requested number.
         excess: Layouts that do not fit.
         predicted: Number of simulations so far.
-        refused: Number of variants so far that do not fit by their full memory account.
-        hopeless: True if the host has no memory for the whole model that every rank builds, whatever the layout.
+        too_large_count: Number of variants so far that do not fit by their full memory account.
+        model_exceeds_host: True if the host has no memory for the whole model that every rank builds, in any layout.
     """
 
     def __init__(
@@ -180,8 +180,8 @@ class _Search:
         self._fitting: set[ParallelLayout] = set()
         self.best: list[Prediction] = []
         self.excess: list[Excess] = []
-        self.predicted = self.refused = 0
-        self.hopeless = False
+        self.predicted = self.too_large_count = 0
+        self.model_exceeds_host = False
 
     def run(self, limit: int, seconds: float) -> None:
         """Visit layouts until none are left or a limit is reached.
@@ -191,22 +191,22 @@ class _Search:
             seconds: Seconds after which the search also ends if it has found a layout.
         """
         end = time.monotonic() + seconds
-        while self.waiting and self.predicted < limit and not self.hopeless:
-            if self.refused > _REFUSED * limit or (self.best and time.monotonic() > end):
+        while self.waiting and self.predicted < limit and not self.model_exceeds_host:
+            if self.too_large_count > _MOST_TOO_LARGE * limit or (self.best and time.monotonic() > end):
                 return
             _, _, layout, left = heapq.heappop(self.waiting)
-            at_least = self._predictor.at_least(layout)
-            if self._slower_than_best(at_least) or (layout.offload and replace(layout, offload="") in self._fitting):
+            lower_bound = self._predictor.lower_bound(layout)
+            if self._slower_than_best(lower_bound) or (layout.offload and replace(layout, offload="") in self._fitting):
                 continue
             if left is None:
                 least = self._predictor.least_memory(layout)
                 if sum(least.values()) > self._room:
-                    self.excess.append(Excess(layout, least, self._room, at_least))
+                    self.excess.append(Excess(layout, least, self._room, lower_bound))
                     continue
                 left = tuple(dict.fromkeys(self._variants(layout)))
-            self._look(layout, left, at_least)
+            self._visit(layout, left, lower_bound)
 
-    def _look(self, layout: ParallelLayout, variants: Sequence[ParallelLayout], at_least: float) -> None:
+    def _visit(self, layout: ParallelLayout, variants: Sequence[ParallelLayout], lower_bound: float) -> None:
         """Simulate the first variant that fits.
 
         The remaining variants are queued with the simulated time of this one as their estimate.
@@ -214,18 +214,18 @@ class _Search:
         too_large = []
         for number, variant in enumerate(variants, 1):
             try:
-                excess = excess_of(self._predictor, variant, at_least)
+                excess = excess_of(self._predictor, variant, lower_bound)
                 if excess is not None:
-                    self.hopeless = self.hopeless or (excess.host and not layout.offload)
+                    self.model_exceeds_host = self.model_exceeds_host or (excess.host and not layout.offload)
                     too_large.append(excess)
-                    self.refused += 1
+                    self.too_large_count += 1
                     continue
                 prediction = self._predictor.predict(variant)
             except InputError:
                 continue
             self.predicted += 1
             self._fitting.add(layout)
-            self.best = ranked([*self.best, prediction])[: self._count]
+            self.best = rank_predictions([*self.best, prediction])[: self._count]
             if variants[number:]:
                 heapq.heappush(self.waiting, (prediction.seconds, self._number, layout, tuple(variants[number:])))
                 self._number += 1
@@ -233,9 +233,9 @@ class _Search:
         if too_large and layout not in self._fitting:
             self.excess.append(min(too_large, key=lambda each: each.missing))
 
-    def look_for_the_smallest(self) -> None:
+    def find_smallest(self) -> None:
         """Find the layout that takes the fewest bytes, and simulate it if it fits."""
-        if self.hopeless:
+        if self.model_exceeds_host:
             self.excess, self.waiting = [each for each in self.excess if each.host], []
             return
         entries = [(sum(self._predictor.least_memory(layout).values()), layout) for layout in self._layouts]
@@ -243,7 +243,7 @@ class _Search:
         for least, layout in sorted(entries, key=lambda entry: entry[0]):
             if least - self._room >= least_missing:
                 break
-            self._look(layout, tuple(dict.fromkeys(self._variants(layout))), 0.0)
+            self._visit(layout, tuple(dict.fromkeys(self._variants(layout))), 0.0)
             if self.best:
                 return
             least_missing = min([least_missing, *(each.missing for each in self.excess[-1:])])
@@ -261,31 +261,31 @@ class _Search:
             kind = (*(ranks for _, ranks in layout.sizes), layout.zero)
             if kind not in nearest or each.missing < nearest[kind].missing:
                 nearest[kind] = each
-        return list(nearest.values())[:_NEAR]
+        return list(nearest.values())[:_MOST_NEAREST]
 
-    def _slower_than_best(self, at_least: float) -> bool:
+    def _slower_than_best(self, lower_bound: float) -> bool:
         """Return True if the requested number of layouts is known to be faster."""
-        return len(self.best) >= self._count and _rounded(at_least) > _rounded(self.best[-1].seconds)
+        return len(self.best) >= self._count and _rounded(lower_bound) > _rounded(self.best[-1].seconds)
 
 
-def excess_of(predictor: Bounds | Predictor, layout: ParallelLayout, at_least: float = 0.0) -> Excess | None:
+def excess_of(predictor: Bounds | Predictor, layout: ParallelLayout, lower_bound: float = 0.0) -> Excess | None:
     """Return the layout's excess over the memory of the device or the host; None if it fits.
 
     Args:
         predictor: Predictor of bytes.
         layout: Layout to check.
-        at_least: Lower bound of the seconds of a step, stored in the result.
+        lower_bound: Lower bound of the seconds of a step, stored in the result.
     """
     memory, room = predictor.memory(layout), predictor.room()
     if sum(memory.values()) > room:
-        return Excess(layout, memory, room, at_least)
+        return Excess(layout, memory, room, lower_bound)
     host, room = predictor.host_memory(layout), predictor.host_room()
-    return Excess(layout, host, room, at_least, host=True) if sum(host.values()) > room else None
+    return Excess(layout, host, room, lower_bound, host=True) if sum(host.values()) > room else None
 
 
-def ranked(found: Iterable[Prediction]) -> list[Prediction]:
+def rank_predictions(predictions: Iterable[Prediction]) -> list[Prediction]:
     """Return predictions, the best first; if two are equally fast, the simpler layout comes first."""
-    return sorted(found, key=lambda each: (_rounded(each.seconds), simplicity(each.layout)))
+    return sorted(predictions, key=lambda each: (_rounded(each.seconds), simplicity(each.layout)))
 
 
 def _rounded(seconds: float) -> float:
@@ -302,44 +302,48 @@ def simplicity(layout: ParallelLayout) -> tuple[Any, ...]:
     return (axes, layout.zero, sum(options), *flags, layout.schedule not in ("1f1b", "gpipe"), *sizes, layout.schedule)
 
 
-_OPEN = {"data": "auto", "microbatch": 0}  # values that leave the choice to the planner
-_TAKEN = ("microbatch", "offload", "share_node", "reshard")  # settings that replace those of any layout
-_CHOSEN = [key for key in SECTION_OF if key not in (*_TAKEN, "cut", "whole", "axes")]
+_AUTOMATIC = {"data": "auto", "microbatch": 0}  # values that leave the choice to the planner
+_OVERRIDES = ("microbatch", "offload", "share_node", "reshard")  # settings that replace those of any layout
+_FILTERS = [key for key in SECTION_OF if key not in (*_OVERRIDES, "cut", "whole", "axes")]
 
 
-def given(config: Config) -> dict[str, Any]:
+def explicit_settings(config: Config) -> dict[str, Any]:
     """Return the layout settings that a configuration sets explicitly, by key; a key belongs to only one section."""
     sections = {key: getattr(config, name) for key, name in SECTION_OF.items()}
     values = {key: getattr(section, key) for key, section in sections.items() if key in section.model_fields_set}
-    return {key: value for key, value in values.items() if key not in _OPEN or value != _OPEN[key]}
+    return {key: value for key, value in values.items() if key not in _AUTOMATIC or value != _AUTOMATIC[key]}
 
 
-def offered(predictor: Predictor, rules: LayoutRules, wanted: Mapping[str, Any]) -> dict[ParallelLayout, None]:
+def layouts_with(predictor: Predictor, rules: LayoutRules, requested: Mapping[str, Any]) -> dict[ParallelLayout, None]:
     """Return the layouts that a job accepts and that have the given settings, as the ordered keys of a dictionary.
 
     Args:
         predictor: Predictor with the model and its nodes.
         rules: Restrictions from the rest of the configuration.
-        wanted: Settings that the layouts must have, as returned by `given`.
+        requested: Settings that the layouts must have, as returned by `explicit_settings`.
     """
     model, nodes = predictor.model, predictor.at
     layouts = candidates(model, nodes, rules)
-    if not wanted:
+    if not requested:
         return dict.fromkeys(layouts)
-    layouts = _with(layouts, wanted)
+    layouts = _with_settings(layouts, requested)
     return {layout: None for layout in layouts if rules.allow(layout, model, nodes)}
 
 
-def _with(layouts: Iterable[ParallelLayout], wanted: Mapping[str, Any]) -> Iterator[ParallelLayout]:
-    fixed = {key: wanted[key] for key in _TAKEN if key in wanted} | {"cut": _list(wanted.get("cut", ""))}
-    schedule = wanted.get("schedule", "")
+def _with_settings(layouts: Iterable[ParallelLayout], requested: Mapping[str, Any]) -> Iterator[ParallelLayout]:
+    fixed = {key: requested[key] for key in _OVERRIDES if key in requested} | {"cut": _list(requested.get("cut", ""))}
+    schedule = requested.get("schedule", "")
     for layout in layouts:
-        changed = {key: value for key, value in fixed.items() if _matters(key, layout)}
-        changed["whole"] = _list(wanted.get("whole", ""))
+        changed = {key: value for key, value in fixed.items() if _has_effect(key, layout)}
+        changed["whole"] = _list(requested.get("whole", ""))
         if ":" in schedule and layout.schedule == "1f1b" and layout.pipeline > 1:  # the user's code takes its place
             changed["schedule"] = schedule
         variant = replace(layout, **changed)
-        if all(getattr(variant, key) == wanted[key] for key in _CHOSEN if key in wanted and _matters(key, variant)):
+        if all(
+            getattr(variant, key) == requested[key]
+            for key in _FILTERS
+            if key in requested and _has_effect(key, variant)
+        ):
             yield variant
 
 
@@ -348,7 +352,7 @@ def _list(value: Any) -> tuple[Any, ...]:
     return () if isinstance(value, str) else tuple(value)
 
 
-def _matters(key: str, layout: ParallelLayout) -> bool:
+def _has_effect(key: str, layout: ParallelLayout) -> bool:
     """Return True if a setting has an effect on a layout."""
     sharded = layout.zero > 0
     where = {"share_node": sharded, "shard_within": sharded, "reshard": layout.zero == 3}

@@ -58,14 +58,14 @@ class StandIn(Axis):
         times: If true, passes are timed. Results then share memory and are not computed, so that they cost no time.
 
     Attributes:
-        noted: Exchanges recorded since this list was last replaced.
+        exchanges: Exchanges recorded since this list was last replaced.
     """
 
     def __init__(self, size: int, name: str = "tensor", times: bool = False) -> None:
         self.rank, self.size, self.name = 0, size, name
         self.rng = RngTracker(0) if times else _NoStreams(0)
         self.column_input: object = None
-        self.noted: list[AxisExchange] = []
+        self.exchanges: list[AxisExchange] = []
         self._tags = 0
         self._slots = None
         self._pool: dict[tuple[Any, ...], torch.Tensor] | None = {} if times else None
@@ -77,7 +77,7 @@ class StandIn(Axis):
             x: Tensor of any shape.
             tag: Ignored.
         """
-        self.noted.append(AxisExchange("all_reduce", x.nbytes, self.name))
+        self.exchanges.append(AxisExchange("all_reduce", x.nbytes, self.name))
         return self._like(x, x.shape)
 
     def reduce_scatter(self, x: torch.Tensor, dim: int, lengths: Sequence[int] | None = None) -> torch.Tensor:
@@ -88,7 +88,7 @@ class StandIn(Axis):
             dim: Dimension that is divided over the ranks.
             lengths: Length of each rank's part. Default: as even as possible.
         """
-        self.noted.append(AxisExchange("reduce_scatter", x.nbytes, self.name))
+        self.exchanges.append(AxisExchange("reduce_scatter", x.nbytes, self.name))
         return self._like(x, _resized(x.shape, dim, lengths[0] if lengths else self.bounds(x.shape[dim])[1]))
 
     def all_gather(
@@ -104,7 +104,7 @@ class StandIn(Axis):
         """
         all_lengths = list(lengths) if lengths is not None else [x.shape[dim]] * self.size
         whole = self._like(x, _resized(x.shape, dim, sum(all_lengths)))
-        self.noted.append(AxisExchange("all_gather", whole.nbytes, self.name))
+        self.exchanges.append(AxisExchange("all_gather", whole.nbytes, self.name))
         return whole, all_lengths
 
     def _like(self, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -136,16 +136,16 @@ class GroupStandIn:
         name: Name of the axis of these ranks, or REPLICAS.
 
     Attributes:
-        noted: Exchanges recorded since this list was last replaced.
+        exchanges: Exchanges recorded since this list was last replaced.
     """
 
     def __init__(self, size: int, name: str) -> None:
         self.rank, self.size, self.name = 0, size, name
-        self.noted: list[AxisExchange] = []
+        self.exchanges: list[AxisExchange] = []
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Record the exchange; x does not change."""
-        self.noted.append(AxisExchange("all_reduce", x.nbytes, self.name))
+        self.exchanges.append(AxisExchange("all_reduce", x.nbytes, self.name))
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """Record the exchange, and write nothing.
@@ -154,7 +154,7 @@ class GroupStandIn:
             out: Tensor for the x of all ranks; only its size is used.
             x: Ignored.
         """
-        self.noted.append(AxisExchange("all_gather", out.nbytes, self.name))
+        self.exchanges.append(AxisExchange("all_gather", out.nbytes, self.name))
 
 
 def _resized(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
@@ -163,11 +163,11 @@ def _resized(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
     return tuple(changed)
 
 
-class Double(nn.Module):
+class EqualBlock(nn.Module):
     """Placeholder, in a copied model, for a block that is equal to an earlier one."""
 
 
-def alike(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], patterns: Iterable[str]) -> list[int]:
+def first_equal_blocks(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], patterns: Iterable[str]) -> list[int]:
     """Return for each block the number of the first block that is equal to it, which may be its own number.
 
     Blocks are equal if they do the same, share no parameters with other blocks, and the same patterns match their
@@ -212,35 +212,35 @@ class Cut:
         module: The model.
         blocks: (name, module) of each block in order; one block without a name if the model lists none.
         loss: Loss of the last block's output and the target.
-        among: Stand-ins for the ranks of each axis that changes layers, and the last one for the replicas.
+        groups: Stand-ins for the ranks of each axis that changes layers, and the last one for the replicas.
         fake: Mode in which its tensors are made and used; None if the tensors are real.
         slices: Pieces of each sequence.
         samples: Function that makes (x, y) of a number of samples, or of a slice of them.
         precision: Precision of its parameters.
-        like: Number of the first block that is equal to each block. Without values, `blocks` has one module for all
-            equal blocks, and the model does not contain the others.
+        first_equal: Number of the first block that is equal to each block. Without values, `blocks` has one module for
+            all equal blocks, and the model does not contain the others.
     """
 
     module: nn.Module
     blocks: list[tuple[str, nn.Module]]
     loss: Callable[[Any, Any], torch.Tensor]
-    among: Sequence[StandIn | GroupStandIn]
+    groups: Sequence[StandIn | GroupStandIn]
     fake: FakeTensorMode | None
     slices: int
     samples: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
     precision: Precision
-    like: list[int]
+    first_equal: list[int]
 
     def mode(self) -> AbstractContextManager[Any]:
         """Return the context manager in which passes through the model run."""
         return self.fake if self.fake is not None else nullcontext()
 
-    def exchanged(self) -> tuple[AxisExchange, ...]:
+    def take_exchanges(self) -> tuple[AxisExchange, ...]:
         """Return the exchanges recorded since the last call."""
         exchanges: list[AxisExchange] = []
-        for group in self.among:
-            exchanges += group.noted
-            group.noted = []
+        for group in self.groups:
+            exchanges += group.exchanges
+            group.exchanges = []
         return tuple(exchanges)
 
     def autocast(self, device: str = "cpu") -> AbstractContextManager[Any]:
@@ -317,37 +317,39 @@ class Subject:
         """
         mode = (self._fake or FakeTensorMode()) if fake else None
         with mode if mode is not None else nullcontext():
-            like: list[int] = []
+            first_equal: list[int] = []
             if fake and self.listed:
                 patterns = [*(plan_for(self.module) if divided.tensor > 1 else {}), *divided.whole]
-                like = alike(self.module, listed_blocks(self.module), patterns)
-            task = self._copied(mode, like)
+                first_equal = first_equal_blocks(self.module, listed_blocks(self.module), patterns)
+            task = self._copy_task(mode, first_equal)
             module, replicas = task.module, GroupStandIn(2, REPLICAS)
             if divided.synchronized:
                 module = SyncBatchNorm.convert(module, cast("Communicator", replicas))
             sizes, part = dict(sizes_of(1, 1, divided.tensor, divided.axes)), ModelPart(module, divided)
-            among: list[StandIn | GroupStandIn] = []
+            groups: list[StandIn | GroupStandIn] = []
             for axis in in_order(sizes, blocks=False):
                 ranks, layers = sizes[axis], axis.divides == LAYERS
-                among.append(
+                groups.append(
                     StandIn(ranks, axis.name, device is not None) if layers else GroupStandIn(ranks, axis.name)
                 )
-                axis.divide(part, among[-1])
+                axis.divide(part, groups[-1])
             module = part.module
             precision = self.config.train.precision
             convert(module, precision)
             if device is not None and device.type != "cpu":
                 module.to(device)
             blocks = listed_blocks(module) if self.listed else [("", module)]
-            like = like or list(range(len(blocks)))
-            blocks = [(name, blocks[first][1]) for (name, _), first in zip(blocks, like, strict=True)]
+            first_equal = first_equal or list(range(len(blocks)))
+            blocks = [(name, blocks[first][1]) for (name, _), first in zip(blocks, first_equal, strict=True)]
             if divided.slices > 1:
                 x, y = (torch.empty(1, *shape, device="meta") for shape, _ in self.shapes)
                 slice_sequences([(x, y)], [1.0], divided.slices)
             require_look_back(self.module, blocks, divided.slices)
             samples = partial(self._samples, divided.slices, device or torch.device("cpu"), sizes)
         module.train()
-        return Cut(module, blocks, task.loss, [*among, replicas], mode, divided.slices, samples, precision, like)
+        return Cut(
+            module, blocks, task.loss, [*groups, replicas], mode, divided.slices, samples, precision, first_equal
+        )
 
     def _build(self, real: bool) -> Task:
         """Return the task. If it has no values, `self._fake` becomes the mode of its tensors."""
@@ -355,7 +357,7 @@ class Subject:
             mode = FakeTensorMode()
             try:
                 with mode:
-                    task = self._built()
+                    task = self._build_task()
                 self._fake = mode
                 return task
             except InputError as error:
@@ -363,18 +365,18 @@ class Subject:
                     raise
             except Exception:  # the model's code may need values
                 pass
-        return self._built()
+        return self._build_task()
 
-    def _built(self) -> Task:
+    def _build_task(self) -> Task:
         return build_model(self.config.model, self._description)
 
-    def _copied(self, mode: FakeTensorMode | None, like: Sequence[int]) -> Task:
-        """Return a copy of the task, with a `Double` in place of each block that is equal to an earlier one."""
+    def _copy_task(self, mode: FakeTensorMode | None, first_equal: Sequence[int]) -> Task:
+        """Return a copy of the task, with an `EqualBlock` in place of each block that is equal to an earlier one."""
         if mode is None and self._fake is not None:
-            return self._built()
-        blocks = listed_blocks(self.module) if like else []
-        doubles = [blocks[number][1] for number, first in enumerate(like) if first != number]
-        memo: dict[int, Any] = {id(block): Double() for block in doubles}
+            return self._build_task()
+        blocks = listed_blocks(self.module) if first_equal else []
+        doubles = [blocks[number][1] for number, first in enumerate(first_equal) if first != number]
+        memo: dict[int, Any] = {id(block): EqualBlock() for block in doubles}
         if mode is not None:
             left = {id(t) for block in doubles for t in (*block.parameters(), *block.buffers())}
             for tensor in (*self.module.parameters(), *self.module.buffers()):

@@ -113,7 +113,7 @@ def measure(world: Communicator, effort: Effort) -> dict[str, Any]:
         output = output if job.poll() == 0 else ""
         job.kill()
     if job is not None and not output:
-        raise CommunicationError("the processes that measure this node's cores have failed; see what they said above")
+        raise CommunicationError("the processes that measure this node's cores have failed; see their output above")
     parts = [part for part in world.all_gather_object(json.loads(output) if output else {}) if part]
     names = dict.fromkeys(name for part in parts for name in part)
     seconds = {name: float(np.median([s for part in parts for s in part.get(name, [])])) for name in names}
@@ -136,7 +136,7 @@ def all_cores() -> Iterator[None]:
 # -- in the process that a rank starts, and in those that it forks
 
 
-def _lead(cores: list[int], plan: _Plan) -> int:
+def _run_lead(cores: list[int], plan: _Plan) -> int:
     """Fork a process for each core, send the time to begin, and print the results. Returns the exit code."""
     torch.set_num_threads(1)
     _make_update(1)()  # the imports of the first optimizer take seconds
@@ -150,7 +150,7 @@ def _lead(cores: list[int], plan: _Plan) -> int:
                     file.close()  # so that a worker's pipe closes when the process at its other end ends
                 os.sched_setaffinity(0, [core])
                 with os.fdopen(listen) as inbox, os.fdopen(say, "w") as answer:
-                    _work(number == 0, cores, plan, inbox, answer)
+                    _run_worker(number == 0, cores, plan, inbox, answer)
                 code = 0
             finally:
                 os._exit(code)
@@ -172,7 +172,7 @@ def _lead(cores: list[int], plan: _Plan) -> int:
     return max(os.waitstatus_to_exitcode(os.wait()[1]) for _ in workers)
 
 
-def _work(first: bool, cores: list[int], plan: _Plan, orders: TextIO, answers: TextIO) -> None:
+def _run_worker(first: bool, cores: list[int], plan: _Plan, orders: TextIO, answers: TextIO) -> None:
     """Run the tasks on one core. first: also run the tasks that only one core runs."""
     source, dest = (np.ones(plan.copied // 8) for _ in range(2))  # touch the memory before timing
     print("ready", file=answers, flush=True)
@@ -319,4 +319,4 @@ def _seconds_each(device: torch.device, call: Callable[[], object], seconds: flo
 
 
 if __name__ == "__main__":
-    sys.exit(_lead([int(core) for core in sys.argv[1].split(",")], _Plan(cast(Effort, sys.argv[2]))))
+    sys.exit(_run_lead([int(core) for core in sys.argv[1].split(",")], _Plan(cast(Effort, sys.argv[2]))))

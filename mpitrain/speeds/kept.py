@@ -17,7 +17,7 @@ from mpitrain.comm.selection import table_path
 from mpitrain.errors import InputError
 from mpitrain.monitor import peak_memory_bytes
 from mpitrain.monitor.memory import node_memory_bytes
-from mpitrain.planner.machine import SECTIONS, Values, merged, read_values, write_values
+from mpitrain.planner.machine import SECTIONS, Values, merge, read_values, write_values
 from mpitrain.speeds import cores, links
 from mpitrain.speeds.cores import COPY, COPY_ALONE, PRECISIONS, THREADS, UPDATE, Effort
 from mpitrain.storage.text import counted
@@ -34,7 +34,7 @@ def values_from(results: dict[int, Any], quick: bool) -> Values:
     """
     first = next(of for of in results.values() if "cores" in of)
     cores, nodes = first["cores"]["cores"], len(set(first["nodes"]))
-    how = "quickly, the figures mean little" if quick else f"at {' and '.join(map(str, results))} ranks"
+    how = "quickly, so the figures are inaccurate" if quick else f"at {' and '.join(map(str, results))} ranks"
     values: Values = {
         "name": f"{first['machine'] or 'machine'}, {counted(cores, 'core')}",
         "origin": f"measured {time.strftime('%Y-%m-%d')} on {counted(nodes, 'node')}, {how}",
@@ -169,6 +169,6 @@ def measure_and_store(world: Communicator, on_device: bool, kind: str) -> Values
     values = values_from({world.size: results}, quick=False)
     values["origin"] = f"measured {time.strftime('%Y-%m-%d')} at the start of a job"
     if world.rank == 0:
-        values = merged(load_profile(), values)
+        values = merge(load_profile(), values)
         store_profile(values)
     return values

@@ -18,7 +18,7 @@ from mpitrain.comm import Arena, Communicator
 from mpitrain.comm.inspection import PlainMPI
 from mpitrain.comm.programs.program import Machine
 from mpitrain.comm.selection import RING_SEGMENT
-from mpitrain.speeds.timing import Contender, interleaved
+from mpitrain.speeds.timing import Contender, measure_in_turns
 
 # -- Values of `comm.programs.program.Machine` inside a node, from small operations that all ranks run at once
 # All ranks run the probes at once, with a block of the size that the algorithms use (vector / ranks, at most a ring
@@ -112,7 +112,7 @@ def measure(world: Communicator, quick: bool) -> dict[str, Any]:
     plain, arena = PlainMPI(world), world.arena(max(world.size, size // 4))
     try:
         probes = Probes(world, plain, arena)
-        times = interleaved(world, probes.contenders, repeats, seconds)
+        times = measure_in_turns(world, probes.contenders, repeats, seconds)
         speeds = asdict(probes.machine({name: float(np.quantile(of.all, _QUIET)) for name, of in times.items()}))
         del speeds["eager"]  # a property of the MPI library, which is not measured
     finally:

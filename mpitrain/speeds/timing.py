@@ -59,7 +59,7 @@ class Times:
         return float(min(self.all))
 
 
-def interleaved(
+def measure_in_turns(
     world: Communicator,
     contenders: Mapping[str, Contender],
     repeats: int,
@@ -79,7 +79,7 @@ def interleaved(
     """
     began, all_of_them = time.perf_counter(), list(contenders.values())
     once = [
-        extents(world, np.array(_round(world, all_of_them, [1] * len(all_of_them))), begins=begins) for _ in range(2)
+        durations(world, np.array(_round(world, all_of_them, [1] * len(all_of_them))), begins=begins) for _ in range(2)
     ]
     expected = np.minimum(*once)  # these rounds also warm up: operations are bound, pages touched
     counts = [
@@ -92,7 +92,7 @@ def interleaved(
         stamps.append(_round(world, all_of_them, counts))
         over[0] = time.perf_counter() - began > budget
         world.broadcast(over, 0)  # the ranks must stop together
-    seconds = extents(world, np.array(stamps), begins=begins) / counts
+    seconds = durations(world, np.array(stamps), begins=begins) / counts
     return {name: Times(seconds[:, turn].tolist()) for turn, name in enumerate(contenders)}
 
 
@@ -111,13 +111,13 @@ def _round(world: Communicator, contenders: Sequence[Contender], counts: Sequenc
     return stamps
 
 
-def extents(world: Communicator, stamps: np.ndarray, *, begins: bool = True) -> np.ndarray:
+def durations(world: Communicator, stamps: np.ndarray, *, begins: bool = True) -> np.ndarray:
     """Return the durations over all ranks of (begin, end) pairs. Collective.
 
     Args:
         world: All ranks.
         stamps: Times in seconds, shape (..., 2).
-        begins: See `interleaved`.
+        begins: See `measure_in_turns`.
     """
     if world.num_nodes > 1:
         lasted = stamps[..., 1] - stamps[..., 0]

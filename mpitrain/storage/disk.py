@@ -32,7 +32,7 @@ MARK = ".mpitrain-unfinished"  # a file in a folder that is being filled
 SHARED_MEMORY = "/dev/shm"  # shared memory of a node
 _REASONS = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 _IN_MEMORY = (0x01021994, 0x858458F6)  # file system types in statfs(2): tmpfs, ramfs
-_NOT_KNOWN = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EFBIG, errno.EINVAL, errno.EINTR)
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EFBIG, errno.EINVAL, errno.EINTR)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -96,7 +96,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def replacing(path: Path, aside: Path | None = None, *, durable: bool = True) -> Iterator[Path]:
+def replacing(path: Path, temporary: Path | None = None, *, durable: bool = True) -> Iterator[Path]:
     """Yield a temporary path beside `path`; at the end of the `with` block, the file written there replaces `path`.
 
     The new version is flushed to the disk before the rename, so a full disk or a kill leaves the old file intact. If
@@ -105,7 +105,7 @@ def replacing(path: Path, aside: Path | None = None, *, durable: bool = True) ->
 
     Args:
         path: File to replace.
-        aside: Temporary path to use, if cleanup code must recognize it; by default a random hidden name.
+        temporary: Temporary path to use, if cleanup code must recognize it; by default a random hidden name.
         durable: If false, do not wait for the disk before the rename; a machine crash may then lose both versions.
 
     Raises:
@@ -116,16 +116,16 @@ def replacing(path: Path, aside: Path | None = None, *, durable: bool = True) ->
     if mode is not None and not stat.S_ISREG(mode):
         yield path
         return
-    aside = aside or path.with_name(f".{path.stem[:40]}.{secrets.token_hex(4)}{path.suffix[:16]}")
+    temporary = temporary or path.with_name(f".{path.stem[:40]}.{secrets.token_hex(4)}{path.suffix[:16]}")
     try:
-        yield aside
+        yield temporary
         if mode is not None:
-            os.chmod(aside, stat.S_IMODE(mode))
+            os.chmod(temporary, stat.S_IMODE(mode))
         if durable:
-            sync(aside)
-        os.replace(aside, path)
+            sync(temporary)
+        os.replace(temporary, path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -136,14 +136,14 @@ def write_whole(path: Path, data: bytes | str) -> None:
         path: File to write.
         data: Content; text is encoded as UTF-8.
     """
-    with replacing(path) as aside, open(aside, "wb") as file:
+    with replacing(path) as temporary, open(temporary, "wb") as file:
         file.write(data.encode("utf-8") if isinstance(data, str) else data)
 
 
 def require_new(path: Path) -> None:
     """Raise InputError if `path` already exists."""
     if os.path.lexists(path):
-        raise InputError(f"{path} exists already; give another name, or remove it")
+        raise InputError(f"{path} exists already; choose another name, or remove it")
 
 
 def free_name(path: Path) -> Path:
@@ -163,7 +163,7 @@ def open_plain(path: Path) -> BinaryIO:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return open(descriptor, "rb")
     os.close(descriptor)
-    raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 def read_plain(path: Path, most: int = 64 << 20) -> bytes:
@@ -186,15 +186,15 @@ def read_plain(path: Path, most: int = 64 << 20) -> bytes:
 def from_json(text: str | bytes) -> Any:
     """Parse JSON text. Raises ValueError if it is invalid, nested too deeply, or repeats a key."""
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         mapping = dict(pairs)
         if len(mapping) < len(pairs):
             twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise ValueError(f"the key {twice!r:.80} is there twice")
+            raise ValueError(f"the key {twice!r:.80} occurs twice")
         return mapping
 
     try:
-        return json.loads(text, object_pairs_hook=once)
+        return json.loads(text, object_pairs_hook=reject_duplicates)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -217,7 +217,7 @@ def lack_of_room(folder: Path, nbytes: int) -> str:
     """
     free = free_bytes(folder)
     if free < nbytes:
-        return f"{bytes_text(free)} are free"
+        return f"only {bytes_text(free)} are free"
     status = (ctypes.c_long * 32)()  # larger than any struct statfs; its first field is the file system type
     in_memory = _libc.statfs(os.fsencode(folder), status) == 0 and status[0] in _IN_MEMORY
     if nbytes <= 0 or in_memory:  # in tmpfs, a reservation would use memory
@@ -227,7 +227,7 @@ def lack_of_room(folder: Path, nbytes: int) -> str:
         if _libc.fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) == 0:
             return ""
     error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return "" if error.errno in _NOT_KNOWN else reason(error)
+    return "" if error.errno in _UNSUPPORTED else reason(error)
 
 
 def free_bytes(folder: Path) -> int:
@@ -271,35 +271,37 @@ def end_folder(path: Path) -> None:
     sync(path)
 
 
-def leftovers(parent: Path, name: re.Pattern[str], ours: Callable[[Path], bool]) -> Iterator[Path]:
+def leftovers(parent: Path, name: re.Pattern[str], is_ours: Callable[[Path], bool]) -> Iterator[Path]:
     """Yield the folders in `parent` that were never finished. Call this only when no process is filling one there.
 
     Args:
         parent: Folder to search.
         name: Pattern of the names of temporary folders.
-        ours: Function that returns True if the content of a folder without the mark shows that it is ours; such a
-            folder was complete, but not renamed.
+        is_ours: Function that returns True if the content of a folder without the mark shows that mpitrain wrote it;
+            such a folder was complete, but not renamed.
     """
     for path in parent.iterdir():
         folder = bool(name.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
-        if folder and ((path / MARK).is_file() or not any(path.iterdir()) or ours(path)):
+        if folder and ((path / MARK).is_file() or not any(path.iterdir()) or is_ours(path)):
             yield path
 
 
-def remove_folder(path: Path, last: Collection[str] = (MARK,), ours: Callable[[str], bool] = lambda name: True) -> bool:
+def remove_folder(
+    path: Path, last: Collection[str] = (MARK,), removable: Callable[[str], bool] = lambda name: True
+) -> bool:
     """Remove a folder and its content, as far as possible; what cannot be removed stays.
 
     Args:
         path: Folder to remove.
         last: Names of the entries that identify the folder. They are removed last, so that an interrupted removal can
             be completed later.
-        ours: Function that returns True if the entry of that name may be removed.
+        removable: Function that returns True if the entry of that name may be removed.
 
     Returns:
         True if all permitted entries were removed, but others remain in the folder.
     """
     with suppress(OSError):
-        entries = [entry for entry in path.iterdir() if ours(entry.name)]
+        entries = [entry for entry in path.iterdir() if removable(entry.name)]
         for entry in sorted(entries, key=lambda entry: entry.name in last):
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)

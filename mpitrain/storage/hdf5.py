@@ -196,7 +196,7 @@ class ExtentHasher:
 
     def __init__(self, length: int) -> None:
         self._length, self._filled, self._crc = length, 0, 0
-        self._done: list[int] = []
+        self._hashes: list[int] = []
 
     def update(self, items: memoryview | npt.NDArray[Any]) -> None:
         """Hash the next items, which are contiguous in memory."""
@@ -207,9 +207,9 @@ class ExtentHasher:
             self._filled += len(piece)
             taken += len(piece)
             if self._filled == self._length:
-                self._done.append(self._crc)
+                self._hashes.append(self._crc)
                 self._filled, self._crc = 0, 0
 
     def hashes(self) -> Sequence[int]:
         """Return the CRC-32 of each extent so far; the last one may cover an incomplete extent."""
-        return [*self._done, *([self._crc] if self._filled else [])]
+        return [*self._hashes, *([self._crc] if self._filled else [])]

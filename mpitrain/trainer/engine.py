@@ -168,7 +168,7 @@ class Engine:
         self.module, self.loss, self.optimizer, self.comm = module, loss, optimizer, comm
         self.config, self.clip, self.precision = config, config.train.clip, config.train.precision
         self._reduce_dtype, division = reduce_dtype, division or Division()
-        others = [other for other in division.others.values() if other.size > 1]
+        others = [other for other in division.model_axes.values() if other.size > 1]
         dividing = division.dividing()
         if dividing:  # each rank has parts of matrices
             check_elementwise(optimizer, gathered=True, otherwise=f"parallel.{next(iter(dividing))} 1")

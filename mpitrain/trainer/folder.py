@@ -21,7 +21,7 @@ from mpitrain.config.toml_file import read_toml
 from mpitrain.data.format import TOKENIZER
 from mpitrain.errors import EXIT_INTERRUPTED, InputError, MpitrainError
 from mpitrain.monitor import open_rank_log
-from mpitrain.monitor.logs import keep_rank_log
+from mpitrain.monitor.logs import buffer_rank_log
 from mpitrain.storage import locks
 from mpitrain.storage.disk import free_name, reporting, write_whole
 from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG, EVENTS, LOGS, rank_paths, report_unwritable
@@ -82,7 +82,7 @@ class RunFolder:
         return self.path / CHECKPOINTS
 
     def __enter__(self) -> RunFolder:
-        self.log = keep_rank_log(self.world.rank)
+        self.log = buffer_rank_log(self.world.rank)
         self.log.info("started: rank %d of %d, process %d", self.world.rank, self.world.size, os.getpid())
         if self.config.run.dir:
             self.make()

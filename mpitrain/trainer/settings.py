@@ -99,17 +99,17 @@ def _plan_layout(
     from mpitrain.planner.predictor import Predictor
     from mpitrain.planner.profile import profile_of
     from mpitrain.planner.report import nothing_fits
-    from mpitrain.planner.search import best, given
+    from mpitrain.planner.search import best, explicit_settings
 
     measure = not on_device and machine.origin.startswith("measured")
-    requested = given(config)
+    requested = explicit_settings(config)
     description = description_of(config)
     with all_cores(), closing(profile_of(config, description, machine, measure, _MEASURING, ranks_per_node)) as model:
         predictor = Predictor(model, machine, nodes, ranks_per_node, bucket_mb=config.comm.bucket_mb)
-        plan = best(predictor, rules, 1, wanted=requested)
-    if not plan.found:
+        plan = best(predictor, rules, 1, requested=requested)
+    if not plan.predictions:
         raise refusal(f"parallel.auto: {nothing_fits(plan)}; use a smaller model or more nodes")
-    chosen = plan.found[0]
+    chosen = plan.predictions[0]
     values = config.to_dict()
     for section, keys in settings(chosen.layout, requested).items():
         values[section].update(keys)

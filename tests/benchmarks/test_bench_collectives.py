@@ -18,7 +18,7 @@ from mpitrain.comm.algorithms.messages import ring_all_reduce, tree_all_reduce
 from mpitrain.comm.inspection import PlainMPI
 from mpitrain.comm.programs.program import Machine, simulate
 from mpitrain.speeds.links import Probes
-from mpitrain.speeds.timing import interleaved
+from mpitrain.speeds.timing import measure_in_turns
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -51,7 +51,7 @@ def test_a_quick_run_writes_table_json_and_plot_even_if_a_later_rank_count_fails
 
 @pytest.mark.full
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
-def test_on_a_device_each_way_stands_beside_the_copies_and_the_host(device, tmp_path):
+def test_on_a_device_each_transport_is_compared_with_copies(device, tmp_path):
     command = [sys.executable, "-m", "benchmarks", "collectives", "--quick", "--ranks", "2", "--sizes", "64,1Mi"]
     done = job(0, [*command, "--device", "auto", "--way", "staged,peer", "--out", str(tmp_path)], device=device.type)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -68,12 +68,12 @@ def test_on_a_device_each_way_stands_beside_the_copies_and_the_host(device, tmp_
     assert float(target["measured"]) == pytest.approx(ratio, abs=0.006) and target["met"] is None
 
 
-def test_a_benchmark_that_does_not_exist_is_named_with_those_that_do():
+def test_an_unknown_benchmark_is_refused_with_the_known_names():
     done = bench("colectives")
     one_line(done, "colectives", "collectives")
 
 
-def test_help_lists_every_benchmark_with_what_it_measures():
+def test_help_describes_every_benchmark():
     assert "collectives" in names()
     text = usage()
     for name in names():
@@ -84,7 +84,7 @@ def test_help_lists_every_benchmark_with_what_it_measures():
 # -- prediction ----------------------------------------------------------------------------------------------
 
 
-def test_inside_a_node_moving_and_adding_take_turns_and_between_nodes_they_overlap():
+def test_copying_and_adding_overlap_only_between_nodes():
     size, segments, block = 4, 8, 1 << 20
     machine = Machine(latency=0, local_latency=0, step=0, bandwidth=1e9, local_bandwidth=1e9, reduce_rate=1e9)
     chunks = [block / segments] * (size * segments)
@@ -94,7 +94,7 @@ def test_inside_a_node_moving_and_adding_take_turns_and_between_nodes_they_overl
     assert moved < between_nodes < moved + added / 2
 
 
-def test_ranks_without_a_core_wait_only_for_those_that_work():
+def test_ranks_without_a_core_wait_only_for_busy_ranks():
     """On one core, six waiting ranks do not slow the tree's working pair, while all eight ranks of a ring work."""
     size, nbytes = 8, 1 << 20
     roomy = Machine(latency=0, local_latency=0, step=0, local_bandwidth=1e9, reduce_rate=1e9, fence=0, cores=8)
@@ -109,10 +109,10 @@ def test_ranks_without_a_core_wait_only_for_those_that_work():
 
 
 @pytest.mark.ranks(2, 3)
-def test_the_probes_give_speeds(world):
+def test_the_probes_return_speeds(world):
     plain, arena = PlainMPI(world), world.arena(64 * KIB)
     probes = Probes(world, plain, arena)
-    times = interleaved(world, probes.contenders, repeats=3)
+    times = measure_in_turns(world, probes.contenders, repeats=3)
     machine = probes.machine({name: of.median for name, of in times.items()})
     for speed in (machine.local_bandwidth, machine.copy_rate, machine.reduce_rate):
         assert 1e6 < speed < 1e13
@@ -128,7 +128,7 @@ def times(**seconds: float) -> dict[str, dict[str, float]]:
     return {name: {"median": value, "best": value} for name, value in seconds.items()}
 
 
-def test_targets_are_judged_by_what_was_measured():
+def test_targets_use_the_measured_values():
     size = str(16 * MIB)
     result = {
         "nodes": 1,

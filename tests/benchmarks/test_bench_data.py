@@ -28,13 +28,13 @@ def test_a_quick_run_writes_samples_and_shares_of_a_step(tmp_path):
     assert not list(tmp_path.glob("bench-data-*"))
 
 
-def test_loaders_that_differ_are_not_compared():
+def test_loaders_with_different_samples_are_refused():
     batch = (torch.zeros(2, 3), torch.ones(2, 3))
     with pytest.raises(RuntimeError, match="batch 1"):
         _compare(iter([batch, batch]), iter([batch, (batch[0], batch[0])]), 2)
 
 
-def test_a_share_over_two_percent_and_a_loader_slower_than_plain_are_missed():
+def test_a_large_share_and_a_slow_loader_miss_their_targets():
     seconds = {"plain": [1.0, 1.2, 1.1], "mpitrain, workers 0, later epochs": list(np.array([1.0, 1.2, 1.1]) * 2)}
     steps = {"default GPT": {"workers 0": {"step": 1.0, "waiting": 0.03, "share": 0.03}}}
     steps["default GPT"]["workers 1"] = {"step": 1.0, "waiting": 0.01, "share": 0.01}

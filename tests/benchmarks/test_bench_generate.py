@@ -11,7 +11,7 @@ from benchmarks.runner.report import markdown
 
 
 @pytest.mark.ranks(1)
-def test_a_quick_run_makes_the_tokens_of_transformers_and_tells_the_ratio(world):
+def test_a_quick_run_generates_the_tokens_of_transformers(world):
     pytest.importorskip("transformers")
     options = argparse.Namespace(quick=True, repeats=3, seconds=5.0)
     result = measure(world, options)

@@ -15,7 +15,7 @@ from mpitrain.parallel import layouts
 
 @pytest.mark.campaign
 @pytest.mark.timeout(200)
-def test_a_quick_run_puts_what_was_predicted_beside_what_was_measured(tmp_path):
+def test_a_quick_run_compares_predictions_with_measurements(tmp_path):
     (tmp_path / "machine.toml").write_text(MACHINE)
     command = [sys.executable, "-m", "benchmarks", "plan", "--quick", "--ranks", "2", "--out", str(tmp_path)]
     command += ["--machine", str(tmp_path / "machine.toml")]
@@ -37,7 +37,7 @@ def test_a_quick_run_puts_what_was_predicted_beside_what_was_measured(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_the_spread_has_every_kind_of_layout_once(ranks):
+def test_the_spread_contains_every_kind_of_layout_once(ranks):
     layouts = spread(ranks, 16, 8)
     assert len(layouts) == len(set(layouts)) >= 12 and all(layout.ranks == ranks for layout in layouts)
     assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
@@ -60,7 +60,7 @@ def _row(choice: int, predicted: float, measured: float, memory: float = 1.0) ->
     }
 
 
-def test_targets_are_judged_by_the_figures():
+def test_targets_use_the_figures():
     near = [_row(0, 1.0, 1.1), _row(-1, 2.0, 2.1), _row(-1, 3.0, 3.1), _row(-1, 4.0, 4.2)]
     good = report({2: {"gpt": near}}, argparse.Namespace())
     assert [target.met for target in good.targets] == [True] * 4

@@ -9,7 +9,7 @@ from warm import bench
 
 
 @pytest.mark.campaign
-def test_a_quick_run_writes_pushes_and_pulls_of_every_way(tmp_path):
+def test_a_quick_run_measures_every_transport(tmp_path):
     done = bench("server", "--quick", "--ranks", "2,3", "--sizes", "64Ki", "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "BENCH-server.json").read_text())["results"]

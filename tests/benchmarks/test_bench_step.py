@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support import job
 
-from benchmarks.runner.peers import ALONE, Shape, Trainee, batches, contender, contenders, gloo, mean_losses
+from benchmarks.runner.peers import SINGLE, Shape, Trainee, batches, contender, contenders, gloo, mean_losses
 from benchmarks.runner.report import markdown
 from benchmarks.runner.training_runs import PeakMemory
 from benchmarks.step import _groups, bytes_needed, flops_of_a_token, main, parser, report
@@ -31,12 +31,12 @@ def test_a_quick_run_writes_times_memory_bytes_and_targets(tmp_path):
     values = json.loads((tmp_path / "BENCH-step.json").read_text())
     [sizes] = values["results"]["2"]["sizes"].values()
     runs = sizes["communication-heavy"]
-    assert set(runs) == {ALONE, "ZeRO-2"}
+    assert set(runs) == {SINGLE, "ZeRO-2"}
     assert all(
         0 < v["best"] <= v["median"] < 60 and v["memory"]["node"] > v["memory"]["rank"] / 2 for v in runs.values()
     )
     assert runs["ZeRO-2"]["account"]["states"] == 2 * runs["ZeRO-2"]["account"]["gradients"] > 0
-    assert runs["ZeRO-2"]["loss"] == pytest.approx(runs[ALONE]["loss"], rel=1e-2)  # few steps: nearly the same yet
+    assert runs["ZeRO-2"]["loss"] == pytest.approx(runs[SINGLE]["loss"], rel=1e-2)  # few steps: nearly the same yet
     text = (tmp_path / "BENCH-step.md").read_text()
     for words in ("quick run", "/ one process", "not computing ms", "a node, MiB", "activations"):
         assert words in text, words
@@ -46,7 +46,7 @@ def test_a_quick_run_writes_times_memory_bytes_and_targets(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
-def test_a_step_on_a_device_is_told_in_tokens_a_second(device, tmp_path):
+def test_a_step_on_a_device_is_reported_in_tokens_per_second(device, tmp_path):
     command = [sys.executable, "-m", "benchmarks", "step", "--quick", "--ranks", "2", "--device", device.type]
     done = job(0, [*command, "--only", "DDP,torch DDP", "--out", str(tmp_path)], device=device.type)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -59,14 +59,14 @@ def test_a_step_on_a_device_is_told_in_tokens_a_second(device, tmp_path):
     assert [target["met"] for target in values["targets"]] == [None]
 
 
-def test_operations_of_a_token_are_those_of_its_matrix_products_forwards_and_twice_back():
+def test_flops_of_a_token_count_forward_and_backward_products():
     shape = Shape(vocabulary=1000, layers=3, width=128, tokens=64)
     inside = 3 * 2 * 12 * 128**2  # of the blocks: a product and a sum for each weight
     attention, scores = 3 * 2 * 2 * 64 * 128, 2 * 1000 * 128
     assert flops_of_a_token(shape) == pytest.approx(3 * (inside + attention + scores), rel=0.01)
 
 
-def test_an_unknown_contender_is_named_with_those_there_are(capsys):
+def test_an_unknown_contender_is_refused_with_the_known_names(capsys):
     assert parser().parse(["--only", "ZeRO-2, torch DDP"]).only == ["ZeRO-2", "torch DDP"]
     with pytest.raises(SystemExit) as error:
         main(["--only", "ZeRO-4"])
@@ -79,7 +79,7 @@ def test_an_unknown_contender_is_named_with_those_there_are(capsys):
 
 
 @pytest.mark.ranks(2)
-def test_all_contenders_train_alike_on_the_same_batches(world):
+def test_all_contenders_reach_the_same_losses(world):
     with gloo(world):
         trainees = {}
         for name, make in contenders().items():
@@ -91,13 +91,13 @@ def test_all_contenders_train_alike_on_the_same_batches(world):
                 trainee.prepare()
                 trainee.step()
         losses = mean_losses(world, trainees, 2e-4)
-        assert len(losses) >= 8 and len({round(loss, 3) for name, loss in losses.items() if name != ALONE}) == 1
+        assert len(losses) >= 8 and len({round(loss, 3) for name, loss in losses.items() if name != SINGLE}) == 1
         for trainee in trainees.values():
             trainee.close()
 
 
 @pytest.mark.ranks(2)
-def test_a_contender_that_trains_otherwise_is_named(world):
+def test_a_contender_with_different_losses_is_named(world):
     trainees = {name: Trainee(batches(SMALL, 1, 0), lambda x, y: 0.0, lambda: None) for name in "abc"}
     for name, loss in (("a", 1.0), ("b", 1.0), ("c", 1.1)):
         trainees[name].loss = loss
@@ -105,12 +105,12 @@ def test_a_contender_that_trains_otherwise_is_named(world):
         mean_losses(world, trainees, 2e-4)
 
 
-def test_the_number_of_parameters_is_the_models():
+def test_the_number_of_parameters_is_that_of_the_model():
     for shape in (SMALL, Shape(256, 3, 128, 4)):
         assert shape.numel == sum(p.numel() for p in shape.build().parameters())
 
 
-def test_ranks_get_different_batches_and_a_rank_always_the_same():
+def test_batches_differ_between_ranks_and_are_reproducible():
     first, again, other = (batches(SMALL, 2, rank) for rank in (0, 0, 1))
     x, y = next(first)
     assert (x[:, 1:] == y[:, :-1]).all() and (x == next(again)[0]).all() and (x != next(other)[0]).any()
@@ -118,17 +118,17 @@ def test_ranks_get_different_batches_and_a_rank_always_the_same():
 
 
 @pytest.mark.ranks(2)
-def test_contenders_that_do_not_fit_together_run_in_groups_with_one_process_in_each(world, monkeypatch):
-    names = [ALONE, "DDP", "ZeRO-1", "ZeRO-3"]
-    one = bytes_needed(ALONE, SMALL.numel, world.size)
+def test_contenders_that_do_not_fit_in_memory_run_in_groups(world, monkeypatch):
+    names = [SINGLE, "DDP", "ZeRO-1", "ZeRO-3"]
+    one = bytes_needed(SINGLE, SMALL.numel, world.size)
 
     def groups(room: float) -> tuple[list[list[str]], list[str]]:
         monkeypatch.setattr("benchmarks.step._available", lambda: room * one * world.local_size / 0.7)
         return _groups(world, names, SMALL)
 
     assert groups(100) == ([names], [])
-    assert groups(2.01) == ([[ALONE, name] for name in names[1:]], [])
-    assert groups(1.5) == ([[ALONE]], names[1:])
+    assert groups(2.01) == ([[SINGLE, name] for name in names[1:]], [])
+    assert groups(1.5) == ([[SINGLE]], names[1:])
     assert groups(0.5) == ([], names)
 
 
@@ -136,7 +136,7 @@ def test_contenders_that_do_not_fit_together_run_in_groups_with_one_process_in_e
 
 
 @pytest.mark.ranks(2, 3)
-def test_memory_of_ones_own_counts_whole_and_shared_memory_once_per_node(world):
+def test_private_memory_counts_per_rank_and_shared_memory_per_node(world):
     memory = PeakMemory(world)
     with memory.training():
         private_memory = np.ones(16 * MIB, dtype=np.uint8)
@@ -149,7 +149,7 @@ def test_memory_of_ones_own_counts_whole_and_shared_memory_once_per_node(world):
         time.sleep(0.1)  # several readings
         private_memory.sum()
         world.barrier()
-    bytes_by_rank = world.all_gather_object(memory.taken)
+    bytes_by_rank = world.all_gather_object(memory.peak)
     assert sum(bytes_by_rank) / MIB == pytest.approx((16 + 48) * world.size, rel=0.15)
     shared.free()
 
@@ -165,9 +165,9 @@ def one(seconds: float, relative: float, rank: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-def test_targets_are_met_missed_or_unknown_by_what_was_measured():
+def test_targets_are_met_missed_or_unknown():
     figures = {
-        ALONE: one(1.0, 1.0, 100),
+        SINGLE: one(1.0, 1.0, 100),
         "DDP": one(1.05, 1.05, 90),
         "ZeRO-1": one(1.01, 1.01, 60),
         "ZeRO-3": one(1.0, 1.0, 40),
@@ -178,10 +178,10 @@ def test_targets_are_met_missed_or_unknown_by_what_was_measured():
     results = {2: {"nodes": 1, "sizes": {"20000000": {"communication-heavy": figures}}}}
     summary = report(results, parser().parse([]))
     met = {target.what.removeprefix("2 ranks: "): target.met for target in summary.targets}
-    assert met["a step by DDP / one process'"] is True and met["a step by ZeRO-1 / one process'"] is False
-    assert met["a step by ZeRO-2 / one process'"] is None
-    assert met["a step by torch DDP / DDP"] is True and met["a step by FSDP2 / ZeRO-3"] is False
-    assert met["a step by DeepSpeed ZeRO-3 / ZeRO-3"] is None
+    assert met["step time, DDP / one process"] is True and met["step time, ZeRO-1 / one process"] is False
+    assert met["step time, ZeRO-2 / one process"] is None
+    assert met["step time, torch DDP / DDP"] is True and met["step time, FSDP2 / ZeRO-3"] is False
+    assert met["step time, DeepSpeed ZeRO-3 / ZeRO-3"] is None
     assert met["memory per rank, DDP / torch DDP"] is True and met["memory per node, ZeRO-3 / FSDP2"] is False
     header = {2: {"machine": "m", "cores": 2, "nodes": 1, "MPI": "x", "torch": "t", "threads": 1, "python": "p",
                   "date": "d", "tuning": "built-in", "load": 0.0}}  # fmt: skip

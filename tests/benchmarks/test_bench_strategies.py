@@ -16,7 +16,7 @@ MODEL = {"layers": 4, "width": 64, "heads": 4, "sequence": 32}
 
 @pytest.mark.campaign
 @pytest.mark.timeout(240)
-def test_a_quick_run_tells_time_memory_and_bytes_of_each_strategy(tmp_path):
+def test_a_quick_run_reports_time_memory_and_bytes_of_each_strategy(tmp_path):
     command = [sys.executable, "-m", "benchmarks", "strategies", "--quick", "--ranks", "4", "--out", str(tmp_path)]
     only = ["ZeRO-3", "ZeRO-3 gathered", "DDP, recompute", "data 2 x pipeline 2", "tensor 4", "torch DDP", "FSDP2"]
     done = job(0, [*command, "--only", "; ".join(only)], timeout=220)
@@ -51,7 +51,7 @@ def test_strategies_use_all_ranks_and_fit_the_model(ranks):
     assert ("tensor 4" in strategies(ranks, MODEL)) == (ranks == 4)
 
 
-def test_the_report_tells_peers_that_are_missing_and_compares_with_ddp():
+def test_the_report_names_missing_peers_and_compares_with_ddp():
     kinds = dict.fromkeys(("parameters", "gradients", "states", "activations", "buffers"), float(1 << 20))
     ours = {"inside": 2e6, "between": 1e6, "rows": [["all_reduce", "data", "ring", 1.0, 2e6, 1e6]], "loopback": None}
     theirs = {"inside": 0.0, "between": 0.0, "rows": [], "loopback": 3e6}

@@ -47,9 +47,7 @@ def test_a_quick_run_writes_tokens_times_and_a_picture(tmp_path):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["sync", "server, asynchronous"])
-def test_the_slow_rank_sleeps_twice_what_its_passes_took_before_others_get_its_last_gradient(
-    world, folder, monkeypatch, name
-):
+def test_the_slow_rank_sleeps_twice_the_time_of_its_passes(world, folder, monkeypatch, name):
     options = parser().parse(["--quick"])
     config = _config(options, world.size, CONTENDERS[name], folder / "r")
     trainer = _Slowed(config, world=world, slowed=3.0)
@@ -79,7 +77,7 @@ def test_the_slow_rank_sleeps_twice_what_its_passes_took_before_others_get_its_l
     assert all(b == a + 1 for (*_, a), (*_, b) in pairwise(slept)) and slept[0][2] == 0  # not reduced yet
 
 
-def test_tokens_of_complete_steps_after_the_first_and_seconds_to_the_loss_all_reach():
+def test_tokens_per_second_and_seconds_to_a_common_loss():
     base = {"tokens": 100, "held_out_loss": 1.0, "staleness_max": 0.0}
     sync = base | {"seconds": [9.0] + [2.0] * 19, "loss": [5.0 - 0.1 * i for i in range(20)]}
     fast = base | {"seconds": [9.0] + [1.0] * 19, "loss": [5.0 - 0.05 * i for i in range(20)]}
@@ -96,7 +94,7 @@ def test_tokens_of_complete_steps_after_the_first_and_seconds_to_the_loss_all_re
     assert not report(results, argparse.Namespace(slowed=1.0)).targets
 
 
-def test_an_unknown_contender_is_named_with_those_there_are(capsys):
+def test_an_unknown_contender_is_refused_with_the_known_names(capsys):
     assert parser().parse(["--only", "sync; local, 16 steps"]).only == ["sync", "local, 16 steps"]
     with pytest.raises(SystemExit) as error:
         main(["--only", "gossip"])

@@ -31,7 +31,7 @@ def _check(store):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_a_background_save_holds_the_state_at_its_call(world, store, device):
+def test_a_background_save_stores_the_state_at_its_call(world, store, device):
     tensors = small_tensors()
     parts = [replace(part, data=part.data.to(device)) for part in in_shares(tensors, world.rank, world.size)]
     with store:
@@ -97,7 +97,7 @@ def test_the_next_save_waits_for_the_last_and_raises_its_error(world, store, mon
 
 
 @pytest.mark.ranks(2)
-def test_collectives_of_the_training_go_on_while_the_thread_saves(world, store):
+def test_training_collectives_work_during_a_background_save(world, store):
     parts = in_slices({"model/x": torch.arange(3_000_000.0)}, world.rank, world.size)
     numbers = torch.ones(1000)
     with store:
@@ -112,7 +112,7 @@ def test_collectives_of_the_training_go_on_while_the_thread_saves(world, store):
     assert same(filled, parts)
 
 
-def test_an_mpi_without_threads_is_refused_with_the_mend(tmp_path, forked):
+def test_background_saves_require_an_mpi_with_threads(tmp_path, forked):
     code = (
         "import pathlib, mpitrain\n"
         "from mpitrain.checkpoint import Store\n"

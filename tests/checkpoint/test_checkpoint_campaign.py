@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_random_damage_leads_to_no_wrong_load(ranks, tmp_path, full):
+def test_random_damage_is_never_loaded_silently(ranks, tmp_path, full):
     cases = 1500 if full else 200 if ranks == 3 else 100
     ended = job(
         ranks, [sys.executable, str(HERE / "damage_cases.py"), "damage", str(tmp_path), str(ranks), str(cases)],
@@ -49,7 +49,7 @@ def _small_disk(folder, size):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
-def test_a_disk_that_fills_up_at_any_write_costs_only_that_save(ranks, tmp_path):
+def test_a_full_disk_loses_only_the_current_save(ranks, tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
     with _small_disk(folder, "2m"):
@@ -59,7 +59,7 @@ def test_a_disk_that_fills_up_at_any_write_costs_only_that_save(ranks, tmp_path)
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1500)
-def test_a_save_killed_at_random_moments_leaves_whole_checkpoints_alone(tmp_path, full):
+def test_a_save_killed_at_any_time_leaves_valid_checkpoints(tmp_path, full):
     from endless_saves import state
 
     chance = random.Random(11)

@@ -25,7 +25,7 @@ from mpitrain.errors import CheckpointError
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("files", ["rank", "node"])
-def test_every_layout_reads_what_every_layout_wrote(world, folder, files):
+def test_every_layout_reads_checkpoints_of_every_layout(world, folder, files):
     tensors = small_tensors()
     layouts = [in_shares, in_slices, in_boxes, in_grid]
     nodes = [rank // 2 for rank in range(world.size)]
@@ -47,7 +47,7 @@ def test_every_layout_reads_what_every_layout_wrote(world, folder, files):
 
 
 @pytest.mark.ranks(2, 3)
-def test_large_tensors_of_every_dtype_in_node_files(world, folder):
+def test_node_files_store_large_tensors_of_every_dtype(world, folder):
     tensors = some_tensors("model/")
     store = Store(folder / "c", world, keep=2, files="node")
     store.prepare(set_aside=False)
@@ -59,7 +59,7 @@ def test_large_tensors_of_every_dtype_in_node_files(world, folder):
 
 
 @pytest.mark.ranks(2, 4)
-def test_elements_that_several_ranks_have_written_are_counted_once(world, folder):
+def test_elements_written_by_several_ranks_are_counted_once(world, folder):
     tensor = torch.arange(1000.0)
     store = Store(folder / "c", world, keep=2)
     store.prepare(set_aside=False)
@@ -73,19 +73,19 @@ def test_elements_that_several_ranks_have_written_are_counted_once(world, folder
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_state_with_a_hole_is_not_saved(world, folder):
+def test_a_state_with_missing_elements_is_not_saved(world, folder):
     tensor = torch.arange(100.0)
     store = Store(folder / "c", world, keep=2)
     store.prepare(set_aside=False)
     lo, hi = (0, 40) if world.rank == 0 else (41, 100)
-    with pytest.raises(CheckpointError, match=r"hold \d+ of the 100 elements of model/x"):
+    with pytest.raises(CheckpointError, match=r"passed \d+ of the 100 elements of model/x"):
         store.save(1, [part("model/x", tensor, lo, hi)], {})
     assert not store.newest_first()
     assert spec("model/x", tensor).itemsize == 4
 
 
 @pytest.mark.ranks(1, 2)
-def test_retention_keeps_the_checkpoint_just_saved_beside_a_newer_damaged_one(world, folder):
+def test_a_new_checkpoint_is_kept_beside_a_newer_damaged_one(world, folder):
     tensors = small_tensors()
     parts = in_slices(tensors, world.rank, world.size)
     store = Store(folder / "c", world, keep=1)

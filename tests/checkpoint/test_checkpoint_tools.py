@@ -40,7 +40,7 @@ def _flip(path, offset, bit=3):
 
 
 @pytest.mark.ranks(1, 2)
-def test_ls_and_show_tell_what_there_is(world, run, capsys):
+def test_ls_and_show_print_the_contents(world, run, capsys):
     _saved(world, run, (1, 20))
     if world.rank == 0:
         (run / "checkpoints/step-00000020/rank-00000.h5").unlink()
@@ -82,7 +82,7 @@ def test_verify_names_the_damaged_extent(world, run, capsys):
 
 
 @pytest.mark.ranks(1, 2)
-def test_diff_tells_by_how_much(world, run, capsys):
+def test_diff_prints_the_largest_difference(world, run, capsys):
     _saved(world, run, (1, 2))
     if world.rank == 0:
         one, two = (run / f"checkpoints/step-0000000{n}" for n in (1, 2))
@@ -97,7 +97,7 @@ def test_diff_tells_by_how_much(world, run, capsys):
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("ending", ["safetensors", "pt"])
-def test_weights_go_out_and_come_back_bitwise(world, run, capsys, ending):
+def test_exported_weights_are_imported_bitwise(world, run, capsys, ending):
     _, state = _saved(world, run)
     file, back = run / f"model.{ending}", run.with_name(f"again-{ending}")
     if world.rank == 0:
@@ -120,7 +120,7 @@ def test_weights_go_out_and_come_back_bitwise(world, run, capsys, ending):
         assert main(["import", str(file), str(back)]) == 0
         assert main(["verify", str(back)]) == 0
         assert main(["import", str(file), str(back)]) == 2
-        assert "has checkpoints already" in capsys.readouterr().err
+        assert "already has checkpoints" in capsys.readouterr().err
     world.barrier()
     model = {name: t for name, t in state.items() if name.startswith("model/")}
     filled = whole_parts(model)
@@ -132,7 +132,7 @@ def test_weights_go_out_and_come_back_bitwise(world, run, capsys, ending):
 
 
 @pytest.mark.ranks(1)
-def test_what_is_no_weights_file_is_refused_in_one_line(world, run, capsys, tmp_path):
+def test_other_files_are_refused_as_weights_in_one_line(world, run, capsys, tmp_path):
     class Evil:
         def __reduce__(self):
             return (print, ("executed",))
@@ -157,7 +157,7 @@ def test_what_is_no_weights_file_is_refused_in_one_line(world, run, capsys, tmp_
 
 
 @pytest.mark.ranks(1, 2)
-def test_prune_never_removes_the_last_one_that_verifies(world, run, capsys):
+def test_prune_keeps_the_newest_valid_checkpoint(world, run, capsys):
     store, state = _saved(world, run, (1, 2, 3, 4))
     if world.rank == 0:
         for step in (3, 4):
@@ -168,7 +168,7 @@ def test_prune_never_removes_the_last_one_that_verifies(world, run, capsys):
             assert main(["prune", str(run), "--keep", "1"]) == 2
             assert "in use by a job" in capsys.readouterr().err
         assert main(["prune", str(run), "--keep", "1"]) == 0
-        assert "step-00000002 verifies" in capsys.readouterr().out
+        assert "step-00000002 passes verification" in capsys.readouterr().out
     world.barrier()
     assert [p.name[-1] for p in store.newest_first()] == ["4", "3", "2"]
     filled = empty(whole_parts(state))

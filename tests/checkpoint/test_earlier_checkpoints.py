@@ -49,7 +49,7 @@ def _losses(run: Path) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS)
-def test_a_run_of_an_earlier_version_goes_on_with_the_losses_it_would_have_had(layout, data, tmp_path):
+def test_a_run_of_an_earlier_version_resumes_with_the_same_losses(layout, data, tmp_path):
     with tarfile.open(_RUNS) as archive:
         members = [member for member in archive if member.name.split("/")[0] == layout]
         archive.extractall(tmp_path, members)

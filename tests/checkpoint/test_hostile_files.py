@@ -1,4 +1,4 @@
-"""Odd or malicious files: each is refused in one line, without reading other files or allocating claimed sizes."""
+"""Unusual or malicious files: each is refused in one line, without reading other files or allocating claimed sizes."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_hostile_torch_file_is_refused_in_one_line(tmp_path, capsys, case):
 
 
 @pytest.mark.parametrize("ending", ["pt", "safetensors"])
-def test_what_is_no_file_is_refused_in_one_line(tmp_path, capsys, ending):
+def test_paths_that_are_not_files_are_refused_in_one_line(tmp_path, capsys, ending):
     folder, pipe, loop, device = (tmp_path / f"{name}.{ending}" for name in ("folder", "pipe", "loop", "device"))
     folder.mkdir()
     os.mkfifo(pipe)
@@ -159,7 +159,7 @@ def test_what_is_no_file_is_refused_in_one_line(tmp_path, capsys, ending):
         assert str(file) in refused(capsys, ["import", file, tmp_path / "run"])
 
 
-def test_odd_but_honest_weights_come_in_and_go_out(tmp_path):
+def test_unusual_but_valid_weights_are_imported_and_exported(tmp_path):
     """Test names that are both HDF5 group and data set, names like ours, and empty, conjugated and shared tensors."""
     shared = torch.rand(3, 4)
     tensors = {
@@ -236,7 +236,7 @@ def use(folder, out):
 
 
 @pytest.mark.parametrize("newer", [False, True])
-def test_a_manifest_with_any_value_wrong_is_refused_in_one_line(tmp_path, imported, newer):
+def test_a_manifest_with_a_wrong_value_is_refused_in_one_line(tmp_path, imported, newer):
     folder = tmp_path / imported.name
     folder.mkdir()
     for file in imported.glob("*.h5"):
@@ -278,7 +278,7 @@ def commands(folder, out):
     return [["show", folder], ["ls", folder], ["verify", folder], ["diff", folder, folder], ["export", folder, out]]
 
 
-def test_no_file_outside_of_the_folder_is_read(tmp_path, capsys, imported):
+def test_files_outside_the_folder_are_never_read(tmp_path, capsys, imported):
     folder = tmp_path / imported.name
     folder.mkdir()
     os.link(imported / "rank-00000.h5", tmp_path / "rank-00000.h5")
@@ -290,7 +290,7 @@ def test_no_file_outside_of_the_folder_is_read(tmp_path, capsys, imported):
         assert not (tmp_path / "out.pt").exists()
 
 
-def test_a_size_is_believed_only_after_it_was_compared_with_the_files(tmp_path, capsys, imported):
+def test_claimed_sizes_are_checked_against_the_files(tmp_path, capsys, imported):
     """Test a claimed tensor of 275 GB in 10^9 rows, in a consistent manifest and in one that contradicts itself."""
     folder = tmp_path / imported.name
     folder.mkdir()
@@ -316,7 +316,7 @@ def test_a_size_is_believed_only_after_it_was_compared_with_the_files(tmp_path, 
     assert "holds" not in refused(capsys, ["export", folder, tmp_path / "out.pt"], 1)
 
 
-def test_a_manifest_that_is_no_file_is_refused_in_one_line(tmp_path, capsys, imported):
+def test_a_manifest_that_is_not_a_file_is_refused_in_one_line(tmp_path, capsys, imported):
     folder = tmp_path / imported.name
     folder.mkdir()
     manifest = folder / MANIFEST
@@ -336,7 +336,7 @@ def test_a_manifest_that_is_no_file_is_refused_in_one_line(tmp_path, capsys, imp
         undo()
 
 
-def test_a_missing_rank_file_is_blamed_on_itself(tmp_path, capsys, imported):
+def test_a_missing_rank_file_is_named(tmp_path, capsys, imported):
     folder = tmp_path / imported.name
     folder.mkdir()
     put(folder, payload_of(imported))
@@ -345,7 +345,7 @@ def test_a_missing_rank_file_is_blamed_on_itself(tmp_path, capsys, imported):
         assert f"{folder}/rank-00000.h5 is missing" in line and "out.pt" not in line
 
 
-def test_a_folder_called_latest_is_no_hindrance(tmp_path):
+def test_a_folder_called_latest_does_no_harm(tmp_path):
     final = tmp_path / "step-00000001"
     (tmp_path / "latest/kept").mkdir(parents=True)
     final.mkdir()

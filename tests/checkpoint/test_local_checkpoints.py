@@ -34,7 +34,7 @@ def _store(world, folder, redundancy, *, nodes=None, places=None, files="rank", 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("redundancy", ["partner", "xor"])
 @pytest.mark.parametrize("files", ["rank", "node"])
-def test_a_lost_node_loses_nothing(world, folder, redundancy, files):
+def test_a_lost_node_loses_no_data(world, folder, redundancy, files):
     tensors = small_tensors()
     nodes = NODES[world.size]
     parts = in_slices(tensors, world.rank, world.size)
@@ -61,7 +61,7 @@ def test_a_lost_node_loses_nothing(world, folder, redundancy, files):
 
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("redundancy", ["partner", "xor"])
-def test_a_restart_on_other_hosts_in_another_layout_finds_everything(world, folder, redundancy):
+def test_a_restart_on_other_hosts_and_layout_loads_everything(world, folder, redundancy):
     tensors = small_tensors()
     store = _store(world, folder, redundancy)
     store.prepare(set_aside=False)
@@ -80,7 +80,7 @@ def test_a_restart_on_other_hosts_in_another_layout_finds_everything(world, fold
 
 
 @pytest.mark.ranks(3)
-def test_what_cannot_be_rebuilt_is_refused_by_name(world, folder):
+def test_a_file_that_cannot_be_rebuilt_is_named(world, folder):
     tensors = small_tensors()
     parts = in_slices(tensors, world.rank, world.size)
     for redundancy in ("none", "partner", "xor"):
@@ -102,7 +102,7 @@ def test_what_cannot_be_rebuilt_is_refused_by_name(world, folder):
 
 
 @pytest.mark.ranks(2)
-def test_every_kth_and_durable_checkpoints_go_into_the_run_folder(world, folder):
+def test_every_kth_and_durable_checkpoints_are_in_the_run_folder(world, folder):
     parts = in_slices(small_tensors(), world.rank, world.size)
     store = _store(world, folder, "partner", flush_every=3)
     store.prepare(set_aside=False)
@@ -125,7 +125,7 @@ def test_every_kth_and_durable_checkpoints_go_into_the_run_folder(world, folder)
 
 
 @pytest.mark.ranks(2)
-def test_local_folders_that_protect_nothing_are_refused(world, folder):
+def test_local_folders_without_protection_are_refused(world, folder):
     with pytest.raises(InputError, match=r"checkpoint\.local, which is not set"):
         Store(folder / "c", world, 2, redundancy="xor")
     assert "one node" in Store(folder / "c", world, 2, local="x", nodes=(0, 0)).remark
@@ -151,7 +151,7 @@ def _flip(world, path, *ranks):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("redundancy", ["none", "partner", "xor"])
-def test_flipped_bits_are_repaired_from_what_other_nodes_have_or_refused(world, folder, redundancy):
+def test_flipped_bits_are_repaired_from_other_nodes_or_refused(world, folder, redundancy):
     """Damage rank 1's file, which rank 2 has a copy of, or ranks 0 and 2 the parities."""
     parts = in_slices(small_tensors(), world.rank, world.size)
     store = _store(world, folder, redundancy)
@@ -176,7 +176,7 @@ def test_flipped_bits_are_repaired_from_what_other_nodes_have_or_refused(world, 
     _flip(world, path / protection, holder)  # what protects it alone is no harm
     assert store.load(path, lambda manifest: empty(parts)).step == 5
     _flip(world, path / name, 1)
-    wrong = r"is damaged on every node|cannot be rebuilt: a parity it follows from is damaged too"
+    wrong = r"is damaged on every node|cannot be rebuilt: a parity file that it is computed from is damaged"
     with pytest.raises(CheckpointError, match=rf"rank-00001\.h5 ({wrong})") as caught:
         store.load(path, lambda manifest: empty(parts))
     assert caught.value.agreed and "\n" not in str(caught.value)
@@ -186,7 +186,7 @@ def test_flipped_bits_are_repaired_from_what_other_nodes_have_or_refused(world, 
 
 
 @pytest.mark.ranks(3)
-def test_damage_on_two_nodes_of_a_set_is_refused_and_a_damaged_manifest_costs_nothing(world, folder):
+def test_damage_on_two_nodes_is_refused_and_a_damaged_manifest_is_harmless(world, folder):
     parts = in_slices(small_tensors(), world.rank, world.size)
     store = _store(world, folder, "xor")
     store.prepare(set_aside=False)
@@ -204,7 +204,7 @@ def test_damage_on_two_nodes_of_a_set_is_refused_and_a_damaged_manifest_costs_no
         store.load(path, lambda manifest: empty(parts))
 
 
-def test_any_one_member_of_a_parity_set_follows_from_the_others():
+def test_any_member_of_a_parity_set_is_rebuilt_from_the_others():
     for nodes in [(0, 1), (0, 1, 2), (0, 0, 1), (0, 0, 1, 1, 1, 2), tuple(range(19))]:
         owners = {f"rank-{rank}": rank for rank in range(len(nodes))}
         sizes = {file: 10 + rank for file, rank in owners.items()}

@@ -42,7 +42,7 @@ def _put(folder, payload):
     (folder / MANIFEST).write_text(f'{{"crc32": {zlib.crc32(text.encode())}, "payload": {text}}}\n')
 
 
-def test_boxes_with_a_range_of_one_dimension_are_written_in_the_format_of_before():
+def test_boxes_along_one_dimension_are_written_in_format_2():
     manifest = _manifest(ROWS, COLUMNS, FUSED)
     payload = json.loads(encode(manifest))["payload"]
     assert payload["format"] == FORMAT == "mpitrain checkpoint 2"
@@ -55,7 +55,7 @@ def test_boxes_with_a_range_of_one_dimension_are_written_in_the_format_of_before
     assert decode(encode(manifest)) == manifest
 
 
-def test_boxes_with_ranges_of_several_are_written_in_the_next_format():
+def test_boxes_along_several_dimensions_are_written_in_format_3():
     manifest = _manifest(ROWS, CELL)
     payload = json.loads(encode(manifest))["payload"]
     assert payload["format"] == NEWER == "mpitrain checkpoint 3"
@@ -68,7 +68,7 @@ def test_boxes_with_ranges_of_several_are_written_in_the_next_format():
 
 
 @pytest.mark.parametrize("unknown", ["mpitrain checkpoint 1", "mpitrain checkpoint 4", None, 7])
-def test_an_unknown_format_is_refused_in_one_line_that_says_what_to_do(tmp_path, unknown):
+def test_an_unknown_format_is_refused_with_the_fix(tmp_path, unknown):
     _put(tmp_path, json.loads(encode(_manifest(CELL)))["payload"] | {"format": unknown})
     with pytest.raises(CheckpointError, match="use the version of mpitrain that wrote it") as refused:
         read_manifest(tmp_path)
@@ -92,7 +92,7 @@ def test_an_unknown_format_is_refused_in_one_line_that_says_what_to_do(tmp_path,
         [],
     ],
 )
-def test_a_box_that_is_no_part_of_its_tensor_is_refused_in_one_line(tmp_path, numbers):
+def test_a_box_outside_its_tensor_is_refused_in_one_line(tmp_path, numbers):
     payload = json.loads(encode(_manifest(CELL)))["payload"]
     payload["extents"][1][1] = numbers
     _put(tmp_path, payload)

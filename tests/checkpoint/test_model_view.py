@@ -21,7 +21,7 @@ from mpitrain.layout.boxes import Box, Piece
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("files", ["rank", "node"])
-def test_every_parameter_is_seen_whole_under_its_name(world, folder, files):
+def test_the_view_shows_every_parameter_whole_under_its_name(world, folder, files):
     tensors = small_tensors() | {"optimizer/exp_avg/a.weight": torch.ones(11, 7)}
     tensors["model/none"] = torch.empty(0, 4)
     for number, layout in enumerate((in_shares, in_slices, in_boxes, in_grid)):
@@ -69,7 +69,7 @@ def test_h5dump_reads_the_view(world, folder):
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_a_piece_is_cut_into_rectangles_that_hold_its_elements_in_order(data):
+def test_rectangles_cover_a_piece_in_order(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
     kind = data.draw(st.sampled_from(["whole", "axis", "axes", "merged"]))
     numel = prod(shape)

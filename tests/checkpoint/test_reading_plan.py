@@ -65,16 +65,16 @@ def test_rows_of_matrices_cover_exactly_the_given_intervals(drawn):
     assert result == list(zip(firsts.tolist(), places.tolist(), lengths.tolist(), strict=True))
 
 
-def test_whole_blocks_go_straight_to_their_place_and_columns_are_read_block_by_block(tmp_path):
+def test_whole_blocks_are_read_in_place_and_columns_by_block(tmp_path):
     rows, columns = 3000, 1024  # 12 MB: three blocks
     spec = TensorSpec("x", (rows, columns), "float32")
     whole = Piece.whole("x", rows * columns)
     manifest = Manifest(1, {"x": spec}, {"f": 1}, (Extent(whole, "f", 100, (0, 0, 0)),))
     blocks = plan(tmp_path, manifest, [part("x", torch.zeros(rows, columns), 0, rows * columns)])
-    assert [len(block.whole or b"") for block in blocks] == [HASHED, HASHED, 4 * rows * columns - 2 * HASHED]
+    assert [len(block.direct_memory or b"") for block in blocks] == [HASHED, HASHED, 4 * rows * columns - 2 * HASHED]
     box = Box.along((rows, columns), 1, 10, 20)
     blocks = plan(tmp_path, manifest, [part("x", torch.zeros(rows, columns), 0, box.numel, box)])
-    assert [len(block.uses) for block in blocks] == [1, 1, 1] and all(block.whole is None for block in blocks)
+    assert [len(block.uses) for block in blocks] == [1, 1, 1] and all(block.direct_memory is None for block in blocks)
     rows_of_last = rows - 2 * HASHED // (4 * columns)
     assert [len(block.uses[0].lengths) for block in blocks] == [1024, 1024, rows_of_last]
     few = Piece("x", Box.whole(rows * columns), 5, 9)  # only the block that holds the elements is read

@@ -18,7 +18,7 @@ from mpitrain.errors import CheckpointError
 
 
 @given(st.lists(st.integers(1, HASHED)))
-def test_loads_hold_every_block_once_in_order_without_overlap(sizes):
+def test_every_block_is_packed_once_in_order_without_overlap(sizes):
     packed = pack_into_loads(sizes)
     assert [number for load in packed for number, _ in load] == list(range(len(sizes)))
     for load in packed:
@@ -62,7 +62,7 @@ def test_a_node_reads_each_byte_once(world, saved, layout):
 
 
 @pytest.mark.ranks(2, 3)
-def test_what_one_rank_finds_damaged_no_rank_takes(world, saved):
+def test_no_rank_uses_a_block_that_one_rank_finds_damaged(world, saved):
     store, tensors, path = saved
     manifest = read_manifest(path)
     good = store.save(2, in_slices(tensors, world.rank, world.size), {})

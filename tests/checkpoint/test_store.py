@@ -54,7 +54,7 @@ def _wholes(tensors, device=None):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_what_is_saved_is_loaded_whole_and_in_columns(world, folder, device):
+def test_saved_tensors_are_loaded_whole_and_in_columns(world, folder, device):
     tensors = _tensors()
     store = Store(folder / "c", world, keep=2)
     store.prepare(set_aside=False)
@@ -95,7 +95,7 @@ def test_files_are_hdf5_with_every_tensor_under_its_name(world, folder):
 
 
 @pytest.mark.ranks(1, 3)
-def test_only_the_newest_are_kept_and_leftovers_of_killed_saves_removed(world, folder):
+def test_old_checkpoints_and_leftovers_of_killed_saves_are_removed(world, folder):
     store = Store(folder / "c", world, keep=2)
     store.prepare(set_aside=False)
     tensor = torch.arange(10.0)
@@ -133,13 +133,13 @@ def _theirs(root):
     return contents
 
 
-def _untouched(root, made):
-    assert {name: (root / name).read_text() for name in made} == made
+def _assert_unchanged(root, contents):
+    assert {name: (root / name).read_text() for name in contents} == contents
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("background", [False, True])
-def test_what_is_not_ours_is_neither_removed_nor_replaced(world, folder, background):
+def test_foreign_files_are_neither_removed_nor_replaced(world, folder, background):
     parts = _shared_out({"x": torch.arange(9.0)}, world)
     root = folder / "c"
     theirs = world.on_root(lambda: _theirs(root))
@@ -147,12 +147,12 @@ def test_what_is_not_ours_is_neither_removed_nor_replaced(world, folder, backgro
     store.prepare(set_aside=False)
     before = sorted(os.listdir(root))
     world.barrier()
-    with pytest.raises(InputError, match=r"step-00000002 is in the way .* has no manifest\.json") as caught:
+    with pytest.raises(InputError, match=r"step-00000002 exists already, but .* has no manifest\.json") as caught:
         store.save(2, parts, {}, background=background)
         store.finish()
     assert caught.value.agreed and "\n" not in str(caught.value)
     assert sorted(os.listdir(root)) == before
-    _untouched(root, theirs)
+    _assert_unchanged(root, theirs)
     world.barrier()  # before there is anything else to list
     for step in (3, 4):  # keeps one: what has no manifest is not pruned
         store.save(step, parts, {}, background=background)
@@ -166,13 +166,13 @@ def test_what_is_not_ours_is_neither_removed_nor_replaced(world, folder, backgro
     world.barrier()
     assert (root / "step-00000004.1/mine.txt").exists() and len(os.listdir(root / "step-00000004.1")) == 1
     assert not (root / "step-00000003").exists() and not (root / "step-00000004").exists()
-    _untouched(root, theirs)
+    _assert_unchanged(root, theirs)
     for content in ("yesterday's\n", None):
         if world.rank == 0:
             (root / "latest").unlink()
             (root / "latest").write_text(content) if content else (root / "latest").mkdir()
         world.barrier()
-        with pytest.raises(InputError, match=r"latest is in the way .* does not name a checkpoint"):
+        with pytest.raises(InputError, match=r"latest exists already, but .* does not name a checkpoint"):
             store.save(6, parts, {}, background=background)
             store.finish()
         world.barrier()
@@ -180,11 +180,11 @@ def test_what_is_not_ours_is_neither_removed_nor_replaced(world, folder, backgro
             assert (root / "latest").read_text() == content
             (root / "latest").write_text("step-00000005\n")
         world.barrier()
-        _untouched(root, theirs)
+        _assert_unchanged(root, theirs)
 
 
 @pytest.mark.ranks(2)
-def test_remains_of_a_damaged_checkpoint_are_kept_under_another_name_and_other_things_refused(world, folder):
+def test_a_damaged_checkpoint_is_renamed_and_foreign_files_are_refused(world, folder):
     parts = _shared_out({"x": torch.arange(9.0)}, world)
     store = Store(folder / "c", world, keep=5)
     store.prepare(set_aside=False)
@@ -195,12 +195,12 @@ def test_remains_of_a_damaged_checkpoint_are_kept_under_another_name_and_other_t
     world.barrier()
     assert store.make_way(3) == []
     (message,) = store.make_way(2)
-    assert "step-00000003 has no manifest any more; kept as" in message and message.endswith("step-00000003.1")
+    assert "step-00000003 has no valid manifest; renamed to" in message and message.endswith("step-00000003.1")
     store.save(3, parts, {})
     if world.rank == 0:
         (folder / "c/step-00000004").mkdir()
     world.barrier()
-    with pytest.raises(InputError, match="step-00000004 is in the way"):
+    with pytest.raises(InputError, match="step-00000004 exists already, but mpitrain did not write it"):
         store.make_way(3)
 
 
@@ -214,7 +214,7 @@ def _flip(path, offset):
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("damage", ["flip data", "flip manifest", "cut", "remove", "swap", "no manifest"])
-def test_damage_is_found_by_all_ranks_and_named(world, folder, damage):
+def test_every_rank_names_the_damage(world, folder, damage):
     tensors = _tensors()
     store = Store(folder / "c", world, keep=5)
     store.prepare(set_aside=False)
@@ -247,14 +247,16 @@ def test_a_tensor_of_another_shape_or_name_is_refused(world, folder):
     store = Store(folder / "c", world, keep=5)
     store.prepare(set_aside=False)
     path = store.save(1, _shared_out({"w": torch.ones(4, 3)}, world), {})
-    with pytest.raises(CheckpointError, match=r"w is float32 \[4, 3\] there and float32 \[3, 4\] here"):
+    with pytest.raises(
+        CheckpointError, match=r"w is float32 \[4, 3\] in the checkpoint and float32 \[3, 4\] in this run"
+    ):
         store.load(path, lambda manifest: _wholes({"w": torch.ones(3, 4)}))
-    with pytest.raises(CheckpointError, match="holds no v"):
+    with pytest.raises(CheckpointError, match="has no tensor v"):
         store.load(path, lambda manifest: _wholes({"v": torch.ones(3, 4)}))
 
 
 @pytest.mark.ranks(2)
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_last_one(world, folder, monkeypatch):
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_keeps_the_last(world, folder, monkeypatch):
     store = Store(folder / "c", world, keep=1)
     store.prepare(set_aside=False)
     store.save(1, _shared_out({"x": torch.arange(9.0)}, world), {})

@@ -57,9 +57,9 @@ def slurm_with_devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slu
     yield from _cluster(SlurmCluster(tmp_path_factory.mktemp("slurm"), 1, devices=2))
 
 
-def _cluster(made: SlurmCluster) -> Iterator[SlurmCluster]:
+def _cluster(starting: SlurmCluster) -> Iterator[SlurmCluster]:
     try:
-        cluster = made.__enter__()
+        cluster = starting.__enter__()
     except slurm_cluster.Impossible as reason:
         impossible("slurm", f"no Slurm cluster: {reason}")
         return

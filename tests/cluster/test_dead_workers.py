@@ -34,7 +34,7 @@ def _words(**more):
 @pytest.mark.parametrize(
     ("staleness", "servers", "victim"), [pytest.param("none", 1, 1, marks=pytest.mark.full), (2, 1, 0), (0, 2, 1)]
 )
-def test_training_goes_on_without_a_worker_and_its_samples_are_given_to_others(tmp_path, staleness, servers, victim):
+def test_training_continues_without_a_dead_worker(tmp_path, staleness, servers, victim):
     job = Job(tmp_path / "r", 4, _words(parallel__staleness=staleness, parallel__servers=servers))
     try:
         job.until(lambda: job.rows() >= 40)
@@ -54,7 +54,7 @@ def test_training_goes_on_without_a_worker_and_its_samples_are_given_to_others(t
         assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-4)
 
 
-def test_five_workers_die_one_after_the_other_beside_two_servers_and_every_step_is_recorded_once(tmp_path):
+def test_every_step_is_recorded_once_while_five_workers_die(tmp_path):
     job = Job(tmp_path / "r", 8, _words(parallel__staleness="none", parallel__servers=2))
     try:
         for number, victim in enumerate((1, 0, 4, 5, 3)):
@@ -78,7 +78,7 @@ def test_five_workers_die_one_after_the_other_beside_two_servers_and_every_step_
         ([0, 1], signal.SIGSTOP, "all workers died"),
     ],
 )
-def test_a_dead_server_or_no_worker_ends_the_job_which_goes_on_from_its_checkpoint(tmp_path, victims, number, who):
+def test_a_job_without_server_or_workers_ends_and_resumes(tmp_path, victims, number, who):
     words = _words(parallel__staleness="none", parallel__servers=1, checkpoint__every=20, comm__timeout=15)
     job = Job(tmp_path / "r", 3, words)
     try:
@@ -96,7 +96,7 @@ def test_a_dead_server_or_no_worker_ends_the_job_which_goes_on_from_its_checkpoi
     assert [row["step"] for row in read_metrics(tmp_path / "r")] == list(range(1, STEPS + 1))
 
 
-def test_a_worker_that_stops_is_named_and_left_out(tmp_path):
+def test_a_stopped_worker_is_named_and_excluded(tmp_path):
     # comm.timeout: more than ranks need to start together on a busy machine
     job = Job(tmp_path / "r", 3, _words(parallel__staleness="none", parallel__servers=1, comm__timeout=15))
     try:

@@ -179,7 +179,7 @@ def outcomes(request: pytest.FixtureRequest, jobs: Jobs) -> Iterator[dict[int, F
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def test_a_killed_job_goes_on_as_if_nobody_had_killed_it(case: Case, outcomes: dict[int, Future[None]]) -> None:
+def test_a_killed_job_resumes_with_the_same_results(case: Case, outcomes: dict[int, Future[None]]) -> None:
     outcomes[case.number].result()
 
 
@@ -280,16 +280,16 @@ def _chosen(row: dict[str, Any]) -> dict[str, Any]:
     return {key: row.get(key) for key in SAME}
 
 
-def test_the_moments_are_all_acts_of_a_save_in_their_order(jobs: Jobs) -> None:
+def test_the_kill_points_cover_all_steps_of_a_save(jobs: Jobs) -> None:
     """Two jobs pass all moments: one saves in the foreground; the other in the background, replacing and removing."""
     case = Case(0, 2, 2, "rank", False, 0, ())
     run = jobs.folder / "noted"
     assert jobs.train(case, 2, 3, run, steps=6).code == 0
-    rank_notes = [_told(run, rank) for rank in range(2)]
+    rank_notes = [_recorded_moments(run, rank) for rank in range(2)]
     _damage_newest(run / "checkpoints")
     ended = jobs.train(replace(case, files="node", background=True), 2, 1, run, steps=10)
     assert ended.code == 0, ended
-    rank_notes = [first + _told(run, rank) for rank, first in enumerate(rank_notes)]
+    rank_notes = [first + _recorded_moments(run, rank) for rank, first in enumerate(rank_notes)]
     names = [[note["moment"] for note in notes if "moment" in note] for notes in rank_notes]
     assert set(names[0]) == set(MOMENTS)
     assert set(names[1]) >= {moment.name for moment in MOMENTS.values() if moment.who != "first"}
@@ -303,5 +303,5 @@ def test_the_moments_are_all_acts_of_a_save_in_their_order(jobs: Jobs) -> None:
     assert [name for name in dict.fromkeys(last) if name in order] == order
 
 
-def _told(run: Path, rank: int) -> list[dict[str, Any]]:
+def _recorded_moments(run: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in notes(_notes_of(run), rank).read_text().splitlines()]

@@ -12,7 +12,7 @@ PING = Path(__file__).with_name("ping.py")
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(120)]
 
 
-def test_a_link_has_the_round_trip_and_the_bandwidth_it_says(linked_hosts):
+def test_a_link_has_the_configured_latency_and_bandwidth(linked_hosts):
     result = linked_hosts.run([sys.executable, PING], (1, 1), timeout=60)
     assert result.returncode == 0, result.stderr
     measured = json.loads(result.stdout.splitlines()[-1])

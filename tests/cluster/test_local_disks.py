@@ -29,7 +29,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("redundancy", ["partner", "xor"])
-def test_a_killed_host_and_flipped_bits_cost_nothing_that_other_hosts_have(hosts, tmp_path, redundancy):
+def test_redundant_copies_survive_a_killed_host_and_flipped_bits(hosts, tmp_path, redundancy):
     (tmp_path / "a.txt").write_text("All happy families are alike; each unhappy family is unhappy.\n" * 400)
     prepare([str(tmp_path / "a.txt")], tmp_path / "text")
     run, disks = tmp_path / "r", tmp_path / "disks"

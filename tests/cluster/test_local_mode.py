@@ -24,7 +24,7 @@ LOCAL = ["--parallel.mode", "local", "--parallel.local_group", "node", "--parall
 
 @pytest.mark.campaign
 @pytest.mark.timeout(400)
-def test_nodes_that_average_now_and_then_train_faster_than_nodes_that_wait_at_each_step(tmp_path):
+def test_local_mode_is_faster_over_a_slow_link(tmp_path):
     if reason := why_not(LINK):
         impossible("namespaces", reason)
     data, results = tmp_path / "text", {}

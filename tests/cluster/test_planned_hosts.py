@@ -37,7 +37,7 @@ LAYOUTS = "6x1x1 mb4;3x1x2 mb8;3x2x1 mb4 1f1b;1x1x6 mb24"
 
 @pytest.mark.full
 @pytest.mark.timeout(700)
-def test_a_plan_for_hosts_that_a_slow_link_joins_keeps_tensor_ranks_together(tmp_path: Path) -> None:
+def test_a_plan_for_a_slow_link_keeps_tensor_ranks_on_one_host(tmp_path: Path) -> None:
     if reason := why_not(LINK):
         impossible("namespaces", reason)
     seen = len(os.sched_getaffinity(0))

@@ -13,13 +13,13 @@ pytestmark = [pytest.mark.campaign, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("ranks", [(2, 2, 2), (1, 3, 1)], ids=["2 ranks each", "1, 3 and 1 ranks"])
-def test_every_operation_is_right_across_three_nodes(hosts, ranks):
+def test_every_operation_is_correct_across_three_nodes(hosts, ranks):
     result = hosts.run([sys.executable, HERE / "operations_across_nodes.py"], ranks, timeout=240)
     assert result.returncode == 0, result.stderr
     assert f"{sum(ranks)} ranks on 3 nodes agree; 16 MiB by two_level" in result.stdout
 
 
-def test_two_level_sums_send_no_more_between_nodes_than_any_sum_must(hosts):
+def test_two_level_sums_send_the_minimum_between_nodes(hosts):
     result = hosts.run([sys.executable, HERE / "two_level.py"], timeout=240)
     assert result.returncode == 0, result.stderr
     measured = json.loads(result.stdout.splitlines()[-1])

@@ -62,7 +62,7 @@ def same_run(folder: Path, undisturbed: list[dict]) -> None:
     ("zero", "victim", "every"),
     [*(pytest.param(*case, marks=pytest.mark.full) for case in ((0, 0, 1), (1, 2, 1))), (2, 0, 4), (3, 2, 1)],
 )
-def test_training_goes_on_from_the_newest_copy_without_a_rank_that_is_killed(
+def test_training_continues_from_the_newest_copy_without_a_killed_rank(
     tmp_path, arguments, undisturbed, zero, victim, every
 ):
     job = Job(tmp_path / "r", 4, (*arguments, "--parallel.zero", zero, "--elastic.copy_every", every))
@@ -91,9 +91,7 @@ def test_training_goes_on_from_the_newest_copy_without_a_rank_that_is_killed(
         ("tensor", 2),
     ],
 )
-def test_a_mesh_goes_on_at_the_largest_size_that_fits_and_who_waits_takes_part_again(
-    tmp_path, arguments, undisturbed, axis, zero
-):
+def test_a_mesh_continues_at_the_largest_size_that_fits(tmp_path, arguments, undisturbed, axis, zero):
     job = Job(tmp_path / "r", 6, (*arguments, f"--parallel.{axis}", 2, "--parallel.zero", zero))
     try:
         job.until(lambda: job.rows() >= 10)
@@ -109,7 +107,7 @@ def test_a_mesh_goes_on_at_the_largest_size_that_fits_and_who_waits_takes_part_a
     same_run(tmp_path / "r", undisturbed)
 
 
-def test_a_reproducible_run_goes_on_with_its_bits(tmp_path, arguments):
+def test_a_reproducible_run_continues_with_the_same_bits(tmp_path, arguments):
     """Only 4 of the 7 remaining ranks train, because run.workers is a multiple of no other number up to 7."""
     arguments = (*arguments, "--run.reproducible", "true")
     whole, job = Job(tmp_path / "whole", 2, arguments), Job(tmp_path / "r", 8, arguments)
@@ -127,7 +125,7 @@ def test_a_reproducible_run_goes_on_with_its_bits(tmp_path, arguments):
 
 
 @pytest.mark.parametrize("delay", [0.0, pytest.param(0.2, marks=pytest.mark.full)])
-def test_a_rank_that_dies_while_the_others_recover_is_left_out_as_well(tmp_path, arguments, undisturbed, delay):
+def test_a_rank_that_dies_during_recovery_is_excluded(tmp_path, arguments, undisturbed, delay):
     job = Job(tmp_path / "r", 6, (*arguments, "--parallel.zero", 2))
     try:
         job.until(lambda: job.rows() >= 15)
@@ -146,9 +144,7 @@ def test_a_rank_that_dies_while_the_others_recover_is_left_out_as_well(tmp_path,
 
 
 @pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.full), 1])
-def test_a_rank_that_dies_with_its_partner_costs_the_steps_since_the_last_checkpoint_where_states_are_shared_out(
-    tmp_path, arguments, undisturbed, zero
-):
+def test_a_rank_that_dies_with_its_partner_costs_the_steps_since_the_checkpoint(tmp_path, arguments, undisturbed, zero):
     job = Job(tmp_path / "r", 4, (*arguments, "--checkpoint.every", 10, "--parallel.zero", zero))
     try:
         job.until(lambda: job.rows() >= 26)
@@ -160,7 +156,7 @@ def test_a_rank_that_dies_with_its_partner_costs_the_steps_since_the_last_checkp
     same_run(tmp_path / "r", undisturbed)
 
 
-def test_a_rank_that_stops_is_named_and_ended_alone(tmp_path, arguments, undisturbed):
+def test_a_stopped_rank_is_named_and_ended(tmp_path, arguments, undisturbed):
     """The other ranks notice at different times, and none may use rank numbers of the old world after leaving it."""
     job = Job(tmp_path / "r", 4, (*arguments, "--comm.timeout", 15))  # more than ranks need to start
     try:
@@ -175,7 +171,7 @@ def test_a_rank_that_stops_is_named_and_ended_alone(tmp_path, arguments, undistu
 
 
 @pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.full), 2])
-def test_where_nothing_fits_the_newest_copy_is_saved_for_a_restart(tmp_path, arguments, undisturbed, zero):
+def test_if_no_layout_fits_the_newest_copy_is_saved_for_a_restart(tmp_path, arguments, undisturbed, zero):
     arguments = (*arguments, "--parallel.tensor", 2, "--parallel.zero", zero)
     job = Job(tmp_path / "r", 2, arguments)
     try:
@@ -206,7 +202,7 @@ def across(hosts, tmp_path, arguments):
 
 
 @pytest.mark.parametrize(("zero", "host"), [pytest.param(0, 1, marks=pytest.mark.full), (3, 3)])
-def test_training_goes_on_without_a_host_whose_ranks_are_killed(tmp_path, across, undisturbed, zero, host):
+def test_training_continues_without_a_killed_host(tmp_path, across, undisturbed, zero, host):
     job = across("--parallel.zero", zero)
     victims = [2 * host - 2, 2 * host - 1]
     try:
@@ -221,7 +217,7 @@ def test_training_goes_on_without_a_host_whose_ranks_are_killed(tmp_path, across
     same_run(tmp_path / "r", undisturbed)
 
 
-def test_training_goes_on_without_a_host_that_is_cut_off(tmp_path, hosts, across, undisturbed):
+def test_training_continues_without_a_disconnected_host(tmp_path, hosts, across, undisturbed):
     job = across("--parallel.zero", 2, "--comm.timeout", 16)
     victims = [2, 3]
     try:
@@ -239,7 +235,7 @@ def test_training_goes_on_without_a_host_that_is_cut_off(tmp_path, hosts, across
     same_run(tmp_path / "r", undisturbed)
 
 
-def test_a_job_whose_first_host_is_cut_off_from_most_ranks_ends_for_a_restart(hosts, across):
+def test_a_job_ends_for_a_restart_if_its_first_host_is_disconnected(hosts, across):
     job = across("--comm.timeout", 12, ranks=(1, 2))
     try:
         job.until(lambda: job.rows() >= 10)
@@ -252,7 +248,7 @@ def test_a_job_whose_first_host_is_cut_off_from_most_ranks_ends_for_a_restart(ho
     )
 
 
-def test_what_does_not_go_on_across_nodes_is_refused_and_what_ends_early_is_told(across):
+def test_unsupported_settings_across_nodes_are_refused_and_early_ends_reported(across):
     job = across(ranks=(1, 1), options=("--with-ft", "ulfm", "--mca", "coll", "^adapt"))
     job.end(2)
     assert "mpirun --with-ft ulfm --mca coll ^han" in job.said and "8 minutes" not in job.said

@@ -123,7 +123,7 @@ def test_a_job_trains_on_three_nodes(slurm, tmp_path):
 
 
 @pytest.mark.timeout(900)
-def test_a_job_goes_on_to_the_same_bits_whatever_asks_it_to_stop(slurm, tmp_path):
+def test_a_stopped_job_resumes_with_the_same_bits(slurm, tmp_path):
     (tmp_path / "undisturbed").mkdir()
     undisturbed = Training(tmp_path / "undisturbed", slurm, steps=400, seconds=0)
     number = undisturbed.submit("--nodes=2", more=KEEP_NONE)
@@ -134,7 +134,7 @@ def test_a_job_goes_on_to_the_same_bits_whatever_asks_it_to_stop(slurm, tmp_path
     asks = {
         "got USR1": lambda: slurm.call("scancel", "--batch", "--signal=USR1", number),
         "run/stop exists": lambda: (training.run / "stop").touch(),
-        "Slurm has queued it again by itself": lambda: slurm.preempt(number, tmp_path),
+        "Slurm has queued the job again": lambda: slurm.preempt(number, tmp_path),
         "asking the job to save": lambda: slurm.call("scontrol", "update", f"JobId={number}", "TimeLimit=2"),
     }
     saved = [0]
@@ -160,7 +160,7 @@ def test_a_job_goes_on_to_the_same_bits_whatever_asks_it_to_stop(slurm, tmp_path
 
 
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])  # under mpirun and under srun
-def test_a_cancelled_job_has_saved_and_never_comes_back(slurm, tmp_path, mpi):
+def test_a_cancelled_job_saves_and_is_not_requeued(slurm, tmp_path, mpi):
     training = Training(tmp_path, slurm)
     environment = f"--export=ALL,VENV={environment_with(mpi)}"
     number = training.submit("--nodes=2", "--partition=graceful", environment, more=KEEP_NONE)
@@ -175,7 +175,7 @@ def test_a_cancelled_job_has_saved_and_never_comes_back(slurm, tmp_path, mpi):
     second = training.newest_step()
     assert second >= first + 10, training.out
     assert f"saved at step {second}, to be started again" in training.out
-    assert "cancelled: not queued again; go on with: sbatch" in training.out
+    assert "cancelled, so it is not queued again; continue with: sbatch" in training.out
 
     number = training.submit("--nodes=2", environment)  # cancelled with all its processes before it trains
     slurm.wait_for(number, lambda job: training.out.count(f"from step {second} with 4 ranks") == 1, 60)
@@ -185,7 +185,7 @@ def test_a_cancelled_job_has_saved_and_never_comes_back(slurm, tmp_path, mpi):
     assert slurm.job(number)["Restarts"] == "0"
 
 
-def test_a_job_that_makes_room_for_good_is_queued_again(slurm, tmp_path):
+def test_a_preempted_job_is_requeued(slurm, tmp_path):
     training = Training(tmp_path, slurm)
     number = training.submit("--nodes=1", "--partition=lost", more=KEEP_NONE)
     training.wait_for_step(10, number)
@@ -194,7 +194,7 @@ def test_a_job_that_makes_room_for_good_is_queued_again(slurm, tmp_path):
     assert f"saved at step {training.newest_step()}, to be started again" in training.out
 
 
-def test_a_job_whose_node_dies_goes_on_with_the_nodes_that_are_left(slurm, tmp_path):
+def test_a_job_whose_node_dies_continues_on_the_remaining_nodes(slurm, tmp_path):
     training = Training(tmp_path, slurm)
     number = training.submit("--nodes=2-3")
     training.wait_for_step(30, number)
@@ -210,7 +210,7 @@ def test_a_job_whose_node_dies_goes_on_with_the_nodes_that_are_left(slurm, tmp_p
     assert "resumed from" in training.out
 
 
-def test_a_job_that_fails_again_and_again_at_one_place_is_given_up(slurm, tmp_path):
+def test_a_job_that_fails_repeatedly_at_one_step_is_not_requeued(slurm, tmp_path):
     training = Training(tmp_path, slurm, seconds=0)
     broken = (
         (tmp_path / "slow_model.py").read_text().replace("time.sleep(0)", "raise ValueError('the model is unwell')")
@@ -238,7 +238,7 @@ def test_a_job_with_a_wrong_setting_ends_at_once(slurm, tmp_path):
     ids=" ".join,
 )
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
-def test_each_rank_of_a_job_has_a_device_of_its_own(slurm_with_devices, device, tmp_path, options):
+def test_each_rank_of_a_job_has_its_own_device(slurm_with_devices, device, tmp_path, options):
     """Slurm assigns devices by CUDA_VISIBLE_DEVICES; the simulated accelerator is set to the same devices."""
     training = Training(tmp_path, slurm_with_devices, steps=2, seconds=0)
     (tmp_path / "sitecustomize.py").write_text(
@@ -250,5 +250,5 @@ def test_each_rank_of_a_job_has_a_device_of_its_own(slurm_with_devices, device, 
     job = training.ended(training.submit("--nodes=1", *options))
     assert job["JobState"] == "COMPLETED", training.out
     message = "each rank has its own: 0 pretend:0 (pretend-0), 1 pretend:1 (pretend-1)"
-    trained = training.out.partition(" to look at")[2]
+    trained = training.out.partition(" warning")[2]
     assert message in training.out and "1 x Pretend 0, 1 x Pretend 1" in trained, training.out

@@ -78,9 +78,7 @@ def test_trained_adapters_are_merged_and_loaded_by_transformers_and_peft(place, 
     one_line(forked.run("adapters", "merge", run, tmp_path / "whole", cwd=place), "exists already")
 
 
-def test_a_run_with_adapters_is_loaded_and_goes_on_from_prompts_as_transformers_would(
-    place, run, tmp_path, capfdbinary
-):
+def test_a_run_with_adapters_generates_the_same_text_as_transformers(place, run, tmp_path, capfdbinary):
     from transformers import AutoModelForCausalLM
 
     write_merged(run, tmp_path / "whole")
@@ -95,7 +93,7 @@ def test_a_run_with_adapters_is_loaded_and_goes_on_from_prompts_as_transformers_
     assert predict([str(run), str(place / "text"), "--out", str(tmp_path / "all.npz")]) == 0
 
 
-def test_a_whole_model_of_hugging_face_is_loaded_with_what_it_was_trained_to(place, forked, family, capfd):
+def test_a_fully_trained_hugging_face_model_is_loaded(place, forked, family, capfd):
     from transformers import AutoModelForCausalLM
 
     arguments = options(place, "--run.dir", place / f"whole-{family}", "--model.factory", f"hf:{place / family}")
@@ -125,6 +123,6 @@ def test_adapters_of_a_base_that_has_changed_are_refused(place, run, family, tmp
 
 
 @pytest.mark.parametrize("family", ["llama"], indirect=True, scope="module")
-def test_a_run_without_adapters_does_not_go_on_from_adapters(place, run, forked, family):
+def test_a_run_without_adapters_cannot_resume_from_adapters(place, run, forked, family):
     arguments = options(place, "--run.dir", run, "--model.factory", f"hf:{place / family}", "--train.steps", 4)
     one_line(forked.run("train", *arguments, cwd=place), "contains only adapters of", "set model.lora", alone=False)

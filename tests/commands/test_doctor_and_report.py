@@ -28,7 +28,7 @@ def test_the_doctor_gives_a_verdict_on_every_line(world, capsys):
         assert "GB/s inside a node" in out
 
 
-def test_report_sums_up_a_run(tmp_path, capsys):
+def test_report_summarizes_a_run(tmp_path, capsys):
     writer = MetricsWriter(tmp_path)
     for step in range(1, 5):
         held_out = {"held_out_loss": 2.0, "held_out_token_accuracy": step / 8} if step in (2, 4) else {}
@@ -49,7 +49,7 @@ def test_report_sums_up_a_run(tmp_path, capsys):
     assert "step-00000004" in out and "token accuracy   0.25 -> 0.5" in out
 
 
-def test_report_of_nothing_is_refused(tmp_path, capsys):
+def test_report_of_an_empty_folder_is_refused(tmp_path, capsys):
     one_line((report.main([str(tmp_path)]), capsys.readouterr().err), "has no finished step; give the folder of a run")
 
 
@@ -69,7 +69,7 @@ def test_report_refuses_metrics_of_wrong_types_in_one_line(tmp_path, capsys, wro
             assert code == 2, f"{field}: {wrong!r} was taken for a number"
 
 
-def test_report_refuses_what_is_no_metrics_file_in_one_line(tmp_path, capsys):
+def test_report_refuses_other_files_as_metrics_in_one_line(tmp_path, capsys):
     metrics = tmp_path / "metrics.jsonl"
     for make, undo in [
         (metrics.mkdir, metrics.rmdir),

@@ -130,7 +130,7 @@ def running(forked: Warm, *folders: Path) -> Iterator[list[Job]]:
         forked.run(*CLEAN)
 
 
-def test_clean_removes_what_killed_jobs_left_and_nothing_of_a_live_one(tmp_path, forked):
+def test_clean_removes_only_leftovers_of_killed_jobs(tmp_path, forked):
     before = of_nobody()
     with running(forked, tmp_path / "live", tmp_path / "dead") as (live, dead):
         assert any(path.parent == SHM for path in live.files)
@@ -187,7 +187,7 @@ def _assert_only_the_librarys(left: set[str]) -> None:
     assert not others, f"shared windows left: {others}"
 
 
-def test_clean_takes_only_files_of_this_user_that_have_a_name_of_the_library(tmp_path, forked):
+def test_clean_removes_only_files_of_this_user_with_library_names(tmp_path, forked):
     mine = [SHM / f"mpich_shm_test{os.getpid()}", SHM / f"sm_segment.here.{os.getpid()}"]
     not_the_librarys = [SHM / f"sm_segment{os.getpid()}", tmp_path / "ompi.source"]
     open_one = SHM / f"mpich_shm_open{os.getpid()}"
@@ -218,7 +218,7 @@ def test_clean_takes_only_files_of_this_user_that_have_a_name_of_the_library(tmp
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
 @pytest.mark.skipif(not SEES_ALL, reason="in a container no session folder goes, whatever it lies on")
-def test_clean_leaves_session_folders_that_other_hosts_may_share(tmp_path):
+def test_clean_keeps_session_folders_that_other_hosts_may_use(tmp_path):
     mounted = subprocess.run(["mount", "-t", "hugetlbfs", "none", str(tmp_path)], capture_output=True)
     if mounted.returncode:  # any kind will do that is not known as one host's own
         pytest.skip(f"no file system to mount: {mounted.stderr!r}")
@@ -230,6 +230,6 @@ def test_clean_leaves_session_folders_that_other_hosts_may_share(tmp_path):
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_doctor_refuses_what_it_does_not_know(forked):
+def test_doctor_refuses_unknown_arguments(forked):
     result = forked.run(*CLEAN, "--all")
     one_line(result, "mpitrain.doctor has no option --all")

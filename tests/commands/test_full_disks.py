@@ -34,7 +34,7 @@ def refused(capsys):
     return run
 
 
-def test_a_page_pictures_and_a_timeline_stay_whole_on_a_full_disk(tmp_path, refused, capsys):
+def test_earlier_reports_and_timelines_survive_a_full_disk(tmp_path, refused, capsys):
     run = make_run(tmp_path / "run", Story(ranks=2, steps=20, killed_at=0))
     with small_disk(tmp_path / "disk", "16m") as disk:
         assert report([str(run), "--out", str(disk / "page.html"), "--png", str(disk / "png")]) == 0
@@ -53,7 +53,7 @@ def test_a_page_pictures_and_a_timeline_stay_whole_on_a_full_disk(tmp_path, refu
             assert content(disk) == before
 
 
-def test_an_export_and_an_import_that_find_no_room_leave_nothing(tmp_path, refused):
+def test_export_and_import_on_a_full_disk_leave_no_files(tmp_path, refused):
     torch.save({"x": torch.ones(1 << 17)}, tmp_path / "w.pt")
     assert checkpoint(["import", str(tmp_path / "w.pt"), str(tmp_path / "run")]) == 0
     with small_disk(tmp_path / "disk", "2m") as disk:
@@ -84,7 +84,7 @@ def test_an_import_whose_last_sync_fails_leaves_no_checkpoint_and_no_settings(tm
     assert checkpoint(["import", str(tmp_path / "w.pt"), str(run)]) == 0
 
 
-def test_a_new_version_of_a_file_takes_its_place_whole_or_not_at_all(tmp_path):
+def test_a_file_is_replaced_completely_or_not_at_all(tmp_path):
     file, link = tmp_path / "page.html", tmp_path / "link.html"
     write_whole(file, "first\n")
     file.chmod(0o640)

@@ -17,7 +17,7 @@ world.barrier()
 
 
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
-def test_an_error_is_the_last_thing_on_a_terminal_and_nothing_stays_behind(tmp_path, mpi):
+def test_an_error_is_the_last_output_and_nothing_stays_behind(tmp_path, mpi):
     folder = environment_with(mpi) / "bin"
     root = ["--allow-run-as-root", "--oversubscribe"] if mpi == "openmpi" else []
     (tmp_path / "script.py").write_text(SCRIPT)

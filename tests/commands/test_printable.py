@@ -29,7 +29,7 @@ def safe(text):
     return text
 
 
-def test_escapes_are_shown_as_escapes_and_lines_stay_where_text_is_text():
+def test_control_characters_are_printed_as_escapes():
     assert printable(EVIL) == r"\x1b]0;owned\x07\x1b[2J\x9b31m\u202egnp\u2066\r\x7f"
     assert printable("a\n\tb\x0b", as_text=True) == "a\n\tb\\x0b" and printable("a\nb") == "a\\nb"
     assert printable("Ünïcödé 漢字 🙂") == "Ünïcödé 漢字 🙂" and len(printable(LONG)) == 200
@@ -53,7 +53,7 @@ def run(tmp_path):
     return folder
 
 
-def test_reports_and_the_view_of_a_run(run, capfd):
+def test_reports_and_watch_print_no_control_characters(run, capfd):
     for arguments in ([run], [run, run], ["--watch", run]):
         report([str(argument) for argument in arguments])
         assert "owned" in safe(capfd.readouterr().out)
@@ -65,7 +65,7 @@ def test_reports_and_the_view_of_a_run(run, capfd):
     safe(one_line((code, capfd.readouterr().err), "owned"))
 
 
-def test_data_sets_checkpoints_and_errors(tmp_path, capsys):
+def test_data_sets_checkpoints_and_errors_print_no_control_characters(tmp_path, capsys):
     source = tmp_path / "t.csv"
     source.write_text("".join(f"{n},{'a' + EVIL if n % 2 else LONG}\n" for n in range(20)).replace("\r", ""))
     prepare([str(source)], tmp_path / "set", held_out=0.0)
@@ -82,7 +82,7 @@ def test_data_sets_checkpoints_and_errors(tmp_path, capsys):
     safe(capsys.readouterr().err.rstrip("\n"))
 
 
-def test_generated_text_keeps_its_lines_and_a_file_gets_it_as_it_is():
+def test_generated_text_keeps_its_lines_and_is_written_unchanged():
     code = f"""if True:
         from mpitrain.generate import _Screen
         from mpitrain.inference.prompts import BytesCodec

@@ -49,7 +49,7 @@ def write_texts(folder):
 
 
 @pytest.mark.timeout(300)
-def test_my_text_becomes_a_model_that_transformers_writes_alike_with_and_that_can_be_tuned(typed, tmp_path):
+def test_a_model_of_my_text_works_in_transformers_and_can_be_tuned(typed, tmp_path):
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     write_texts(tmp_path)

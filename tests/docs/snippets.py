@@ -103,14 +103,14 @@ def snippets(page: Path) -> Iterator[Snippet]:
             marks.append(mark)
         elif fence := _FENCE.match(line):
             end = lines.index("```", number + 1)
-            yield _made(page, number, fence[1], "\n".join(lines[number + 1 : end]), marks)
+            yield _make(page, number, fence[1], "\n".join(lines[number + 1 : end]), marks)
             number, marks = end, []
         elif marks and line.strip():
             raise ValueError(f"{page.name}:{number + 1}: a mark stands above no block")
         number += 1
 
 
-def _made(page: Path, number: int, language: str, text: str, marks: list[re.Match[str]]) -> Snippet:
+def _make(page: Path, number: int, language: str, text: str, marks: list[re.Match[str]]) -> Snippet:
     arguments = {kind: [m[2] or "" for m in marks if m[1] == kind] for kind in ("skip", "quick", "with", "add")}
     return Snippet(
         page,

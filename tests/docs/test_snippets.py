@@ -38,7 +38,7 @@ def name_of(value: object) -> str:
     return value.stem if hasattr(value, "stem") else str(value)
 
 
-def test_every_block_says_what_it_is():
+def test_every_block_names_its_language():
     for block in BLOCKS:
         assert block.language.strip("{}") in LANGUAGES | {"toctree", "include", "literalinclude"}, block
         if block.language == "bash":
@@ -54,13 +54,13 @@ def test_every_block_says_what_it_is():
             assert not re.search(r"^(mpirun|python -m|jobs/|srun) ", block.text, re.M), f"{block}: commands are ```bash"
 
 
-def test_commands_stand_in_blocks_that_are_run():
+def test_commands_are_in_blocks_that_run():
     for page in pages():
         for number, line in enumerate(page.read_text().splitlines(), 1):
             assert not re.match(r"( {4,}|\t)(\$ )?(python -m|mpirun|srun|sbatch|jobs/)", line), f"{page.name}:{number}"
 
 
-def test_every_key_that_is_named_exists():
+def test_every_named_key_exists():
     known = sections()
     for page in pages():
         text = page.read_text()
@@ -77,7 +77,7 @@ def test_every_key_that_is_named_exists():
             assert file or method or key in known[section], f"{page.name}: `{section}.{key}`"
 
 
-def test_every_training_command_is_one_that_the_trainer_takes():
+def test_the_trainer_accepts_every_training_command():
     for block in BLOCKS:
         for module, words in commands(block):
             if module == "mpitrain.train" and "--help" not in words:
@@ -91,11 +91,11 @@ def test_every_training_command_is_one_that_the_trainer_takes():
 
 
 @cache
-def told(command: str, *words: str) -> str:
+def help_text(command: str, *words: str) -> str:
     return generated.help_of(command, *words)
 
 
-def test_every_option_of_a_command_is_one_that_it_has():
+def test_every_option_of_a_command_exists():
     for block in BLOCKS:
         for module, words in commands(block):
             command = module.removeprefix("mpitrain.")
@@ -105,21 +105,21 @@ def test_every_option_of_a_command_is_one_that_it_has():
             flags = [f for word in words if (f := word.partition("=")[0]).startswith("--") and "." not in f]
             if command == "backend" or not set(flags) - {"--help"}:
                 continue
-            help_text = told(command)
-            if words[0] in generated.under(command, help_text):
-                help_text = told(command, words[0])
+            text = help_text(command)
+            if words[0] in generated.under(command, text):
+                text = help_text(command, words[0])
             for flag in flags:
-                assert flag == "--help" or flag in OWN_FLAGS.findall(help_text), f"{block}: {command} has no {flag}"
+                assert flag == "--help" or flag in OWN_FLAGS.findall(text), f"{block}: {command} has no {flag}"
 
 
-def test_every_file_that_a_page_links_to_is_there():
+def test_every_linked_file_exists():
     for page in pages():
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w.-]*)?\)", page.read_text()):
             if not re.match(r"\w+://", target) and not target.startswith("reference/"):
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_every_link_has_words():
+def test_every_link_has_text():
     for page in pages():
         for number, line in enumerate(page.read_text().splitlines(), 1):
             assert "[](" not in line, f"{page.name}:{number}: where Markdown is shown as it is, this is a hole"
@@ -134,7 +134,7 @@ def test_every_setting_is_in_the_reference():
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.quick], ids=str)
-def test_a_block_that_stands_alone_runs(block: Snippet, tmp_path):
+def test_an_independent_block_runs(block: Snippet, tmp_path):
     performed(block, tmp_path)
 
 
@@ -172,7 +172,7 @@ def performed(block: Snippet, folder) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.timeout(300)
-def test_the_pages_are_made_without_a_warning(tmp_path):
+def test_the_pages_build_without_warnings(tmp_path):
     result = subprocess.run([str(ROOT / "docs/build.sh"), "-E"], capture_output=True, text=True, timeout=280)
     assert result.returncode == 0 and "WARNING" not in result.stderr, result.stderr[-3000:]
     site = ROOT / "docs/_build/html"

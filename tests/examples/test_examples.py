@@ -227,7 +227,7 @@ def test_deepspeed_example_matches_the_losses_of_one_rank(world, folder, capsys)
     ("name", "arguments", "message"),
     [
         ("engine", ["--resume", "--save", "nowhere"], "there is no checkpoint in nowhere"),
-        ("mesh", ["--pipeline", "3"], "parallel.pipeline 3 .* does not make 2 ranks"),
+        ("mesh", ["--pipeline", "3"], "parallel.pipeline 3 .* does not give 2 ranks"),
         ("mesh", ["--schedule", "1b1f"], "1b1f"),
         ("images", ["--data", "nowhere"], "nowhere"),
         ("finetune_hf", ["--text", "nowhere"], "nowhere is not a file"),

@@ -140,12 +140,12 @@ def test_adapters_on_a_run_are_merged_into_its_weights_and_refused_without_them(
     for base, message in {
         "text/checkpoints/step-00000001": "for other base weights than those of model.base",
         "nowhere": "model.base: nowhere does not exist; give",
-        "on_text": "holds adapters alone; have",
+        "on_text": "contains only adapters; merge them",
     }.items():
         one_line(forked.run(*again, "--model.base", base, cwd=runs_folder), message)
     (runs_folder / "text").rename(runs_folder / "away")
     try:
-        one_line(command("adapters merge on_text again.pt"), "model.base: text does not exist: it is no checkpoint")
+        one_line(command("adapters merge on_text again.pt"), "model.base: text does not exist; give the path of a")
     finally:
         (runs_folder / "away").rename(runs_folder / "text")
 
@@ -169,10 +169,10 @@ def test_an_old_checkpoint_takes_its_model_from_the_run(runs_folder, tmp_path, m
     for name, tensor in load_model("text").state_dict().items():
         assert torch.equal(tensor, load_model(run).state_dict()[name])
     (run / "config.toml").unlink()
-    with pytest.raises(InputError, match=r"says nothing of its model.*load_weights"):
+    with pytest.raises(InputError, match=r"does not describe its model.*load_weights"):
         load_model(run)
     strange = copy_with_changes(runs_folder / "text", tmp_path / "strange", **{TASK: {"model": {}}})
-    with pytest.raises(CheckpointError, match="none of ours"):
+    with pytest.raises(CheckpointError, match="is not valid"):
         load_model(strange)
 
 
@@ -342,7 +342,7 @@ def test_log_probabilities_match_the_loss_and_exclude_the_prompt(command, runs_f
 def test_a_checkpoint_with_more_tensors_than_the_model_has_is_refused(runs_folder, tmp_path):
     task = read_manifest(runs_folder / "text/checkpoints/step-00000002").values[TASK]
     fewer = task | {"model": task["model"] | {"bias": False}}
-    with pytest.raises(CheckpointError, match=r"holds blocks\.0\.attention\.out\.bias, which GPT lacks"):
+    with pytest.raises(CheckpointError, match=r"has blocks\.0\.attention\.out\.bias, which GPT does not have"):
         load_model(copy_with_changes(runs_folder / "text", tmp_path / "fewer", **{TASK: fewer}))
 
 

@@ -13,7 +13,7 @@ from mpitrain.layout.boxes import Box, Piece, Slice, common_intervals, compose, 
 
 
 @given(st.integers(0, 1000), st.integers(1, 40))
-def test_split_covers_everything_nearly_evenly(length, parts):
+def test_split_covers_a_range_in_nearly_equal_parts(length, parts):
     bounds = split(length, parts)
     assert bounds[0] == 0 and bounds[-1] == length
     assert max(np.diff(bounds)) - min(np.diff(bounds)) <= 1
@@ -52,7 +52,7 @@ _SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=4).filter(lambda shap
 
 @settings(max_examples=200, deadline=None)
 @given(_SHAPES, st.data())
-def test_any_layout_finds_all_its_elements_in_any_other(shape, data):
+def test_any_layout_can_be_filled_from_any_other(shape, data):
     whole = np.arange(np.prod(shape)).reshape(shape)
 
     def content(piece):
@@ -83,7 +83,7 @@ def test_runs_are_the_longest_intervals_that_are_contiguous_in_the_tensor(shape,
         assert all(one.stop != other.start for one, other in itertools.pairwise(runs))
 
 
-def test_the_same_part_of_a_tensor_is_the_same_box():
+def test_equal_parts_of_a_tensor_are_equal_boxes():
     assert Box((2, 3, 4), (0, 1, 0), (2, 2, 4)) == Box.along((2, 3, 4), 1, 1, 2)
     assert Box((5, 2, 3, 4, 6), (0, 0, 1, 0, 0), (5, 2, 2, 4, 6)) == Box.along((10, 3, 24), 1, 1, 2)
     assert Box((1, 4, 1, 6), (0, 2, 0, 0), (1, 4, 1, 6)) == Box.along((4, 6), 0, 2, 4)
@@ -104,7 +104,7 @@ def _slab(draw, shape):
 
 @settings(max_examples=300, deadline=None)
 @given(_SHAPES, st.data())
-def test_a_part_of_a_part_is_what_slicing_twice_gives(shape, data):
+def test_a_slice_of_a_slice_equals_slicing_twice(shape, data):
     whole = np.arange(np.prod(shape)).reshape(shape)
     outer, outer_slices = data.draw(_slab(shape))
     outer_part = whole[outer_slices]

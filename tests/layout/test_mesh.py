@@ -22,34 +22,34 @@ def mesh_shape(ranks: int, data: int | str, pipeline: int, tensor: int) -> tuple
     return tuple(shape_of(axes_of(parallel), ranks).values())
 
 
-def test_data_takes_what_is_left():
+def test_the_data_axis_gets_the_remaining_ranks():
     assert mesh_shape(8, "auto", 2, 2) == (2, 2, 2)
     assert mesh_shape(1, "auto", 1, 1) == (1, 1, 1)
     assert mesh_shape(8, 8, 1, 1) == (8, 1, 1)
 
 
 @pytest.mark.parametrize(("data", "pipeline", "tensor"), [("auto", 3, 1), (3, 2, 1), (2, 2, 4), (16, 1, 1)])
-def test_a_product_that_does_not_fit_is_refused_with_those_that_do(data, pipeline, tensor):
-    with pytest.raises(InputError, match="does not make 8 ranks") as refused:
+def test_a_mesh_of_the_wrong_size_is_refused_with_valid_sizes(data, pipeline, tensor):
+    with pytest.raises(InputError, match="does not give 8 ranks") as refused:
         mesh_shape(8, data, pipeline, tensor)
-    listed = str(refused.value).split("may be ")[1].split(", ")
+    listed = str(refused.value).split("can be ")[1].split(", ")
     for shape in listed:
         d, p, t = map(int, shape.split("x"))
         assert d * p * t == 8
 
 
-def test_no_axis_is_empty():
+def test_an_empty_axis_is_refused():
     with pytest.raises(InputError, match="at least 1"):
         mesh_shape(4, "auto", 0, 1)
 
 
-def test_a_tensor_group_over_two_nodes_is_noticed():
+def test_a_tensor_group_on_two_nodes_is_reported():
     assert not _crosses_nodes((0, 0, 1, 1), 2)
     assert _crosses_nodes((0, 0, 0, 1, 1, 1), 2)
 
 
 @pytest.mark.ranks(1, 2, 4, 8)
-def test_each_axis_connects_the_ranks_that_differ_along_it_alone(world):
+def test_each_axis_connects_ranks_that_differ_only_along_it(world):
     pipeline, tensor = {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (2, 2)}[world.size]
     mesh = Mesh.make(world, "auto", pipeline, tensor)
     assert mesh.shape == {"data": world.size // (pipeline * tensor), "pipeline": pipeline, "tensor": tensor}

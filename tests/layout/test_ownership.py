@@ -1,4 +1,4 @@
-"""Ownership: one of the copies of a tensor is active, and each element of a divided tensor has one rank."""
+"""Ownership: each element of a tensor has one owner among the ranks that hold it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def part(rank: int, size: int) -> nn.Module:
     return whole
 
 
-def test_the_first_rank_of_an_axis_acts_for_what_all_have_and_each_for_its_part():
+def test_the_first_rank_owns_copies_and_each_rank_owns_its_part():
     records = [owners_of(part(rank, 2), {"rows": rank}, ()) for rank in range(2)]
     for name in records[0]:
         divided = name.startswith("0.")
@@ -41,19 +41,19 @@ def test_the_first_rank_of_an_axis_acts_for_what_all_have_and_each_for_its_part(
     assert set(records[0]) >= {"1.running_mean", "1.num_batches_tracked"}
 
 
-def test_a_copy_of_what_a_lower_stage_has_does_not_act():
+def test_a_copy_of_an_earlier_stages_parameter_is_not_owned():
     module = part(0, 2)
     records = owners_of(module, {"rows": 0}, {"0.weight"})
     assert not records["0.weight"].is_owner and records["0.bias"].is_owner
     assert records["0.weight"].slice == logical_of(module[0].weight)
 
 
-def test_a_module_that_nobody_divided_is_this_ranks_own():
+def test_an_undivided_module_is_owned_entirely():
     tensor = torch.zeros(2, 3)
     assert Division().owner("any", tensor) == Ownership(logical_of(tensor))
 
 
-def test_two_axes_divide_two_dimensions_and_each_element_has_one_acting_rank():
+def test_each_element_has_one_owner_if_two_axes_divide_a_tensor():
     whole = nn.Parameter(torch.arange(35.0).view(5, 7))
     counts = torch.zeros(5, 7)
     for row in range(2):
@@ -71,7 +71,7 @@ def test_two_axes_divide_two_dimensions_and_each_element_has_one_acting_rank():
     assert (counts == 1).all()
 
 
-def test_what_cuts_across_a_fused_layers_sections_is_refused():
+def test_a_part_across_sections_of_a_fused_layer_is_refused():
     fused = part_of(nn.Parameter(torch.zeros(12, 5)), 0, Features((6, 6)), along(1, 2))
     again = part_of(fused, 1, Features((5,)), along(0, 2, "columns"))
     assert again.shape == (6, 3) and logical_of(again).shape == (12, 5)
@@ -83,7 +83,7 @@ def test_what_cuts_across_a_fused_layers_sections_is_refused():
 
 
 @pytest.mark.ranks(4)
-def test_what_an_axis_of_the_replicas_divides_begins_with_its_own_value_on_each_rank_of_that_axis(world):
+def test_initial_values_differ_along_a_replica_axis_that_divides_a_parameter(world):
     """Replicas along data x expert, 2 x 2: experts are divided along expert, so their copies are along data."""
     data, expert = world.rank // 2, world.rank % 2
     replicas = {"data": world.split(expert, data, label="data"), "expert": world.split(data, expert, label="expert")}

@@ -29,7 +29,7 @@ from mpitrain.comm.selection import (
 )
 from mpitrain.measuring.check import _all_reduce, check_case
 from mpitrain.measuring.self_start import byte_sizes
-from mpitrain.speeds.timing import Contender, extents, interleaved
+from mpitrain.speeds.timing import Contender, durations, measure_in_turns
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -37,16 +37,16 @@ KIB, MIB = 1 << 10, 1 << 20
 # -- the commands --------------------------------------------------------------------------------------------
 
 
-def test_check_says_of_each_collective_whether_it_works_here():
+def test_check_reports_whether_each_collective_works():
     done = warm.command("doctor", "--check", "--ranks", 2)
     assert done.returncode == 0, done.stdout + done.stderr
     first, *lines, last = done.stdout.splitlines()
-    assert "2 ranks" in first and last == "all 11 work here"
+    assert "2 ranks" in first and last == "all 11 work"
     assert {tuple(line.split("  ")[1:2]) for line in lines} >= {("all_reduce",), ("all_to_all",), ("barrier",)}
     assert all(" ok" in line for line in lines), done.stdout
 
 
-def test_a_collective_that_gives_something_wrong_is_named_with_the_place():
+def test_a_wrong_collective_is_named_with_the_wrong_element():
     world = init()
     right = check_case(world, _all_reduce, ALL_REDUCE)
     assert right == (True, "ok (mpi, ring, tree, halving, shared, two_level)")
@@ -61,7 +61,7 @@ def test_a_collective_that_gives_something_wrong_is_named_with_the_place():
     assert wrong == (False, message)
 
 
-def test_tuning_writes_a_table_that_later_jobs_choose_by(tmp_path):
+def test_tuning_writes_a_table_that_later_jobs_use(tmp_path):
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = warm.command("doctor", "--tune", "--quick", "--ranks", 2, "--sizes", "4Ki", **cache)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -80,12 +80,12 @@ def test_tuning_writes_a_table_that_later_jobs_choose_by(tmp_path):
     assert len(rules) == 2 and all(any(describe_rules(rule) in line for line in lines) for rule in rules)
 
 
-def test_a_job_that_takes_too_long_is_ended_and_leaves_nothing(tmp_path):
+def test_a_job_over_its_time_limit_is_ended_completely(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", _SLEEP, str(tmp_path / "pid")],
         capture_output=True, text=True, timeout=60, env=clean_environment(),
     )  # fmt: skip
-    assert "not done after" in done.stderr and done.stdout.split()[-1] == "1", done.stdout + done.stderr
+    assert "not finished after" in done.stderr and done.stdout.split()[-1] == "1", done.stdout + done.stderr
     place = Path("/proc") / (tmp_path / "pid").read_text()
     deadline = time.monotonic() + 10
     while place.exists() and time.monotonic() < deadline:  # mpirun may leave a moment before its ranks
@@ -105,7 +105,7 @@ print(ended)
 """
 
 
-def test_sizes_as_people_write_them():
+def test_byte_sizes_may_have_units():
     assert byte_sizes("16,64Ki,4MiB,1m") == [16, 64 * KIB, 1 * MIB, 4 * MIB]
     for wrong in ("", "x", "4Q", "1.5Ki"):
         with pytest.raises(argparse.ArgumentTypeError):
@@ -126,7 +126,7 @@ def test_rank_correlation_of_known_orders():
 @pytest.mark.ranks(2, 3)
 def test_a_repetition_lasts_from_the_first_start_to_the_last_end(world):
     stamps = np.array([[[1.0, 4.0], [7.0, 8.0]]]) if world.rank == 0 else np.array([[[2.0, 5.0], [3.0, 6.0]]])
-    assert extents(world, stamps).tolist() == [[4.0, 5.0]]
+    assert durations(world, stamps).tolist() == [[4.0, 5.0]]
 
 
 @pytest.mark.ranks(2, 3)
@@ -136,7 +136,7 @@ def test_contenders_take_turns_and_all_ranks_get_the_same_times(world):
         "a": Contender(lambda: calls.append("a"), lambda: calls.append("prepare"), single=True),
         "b": Contender(lambda: calls.append("b"), single=True),
     }
-    times = interleaved(world, contenders, repeats=4)
+    times = measure_in_turns(world, contenders, repeats=4)
     assert calls == ["prepare", "a", "b"] * 6  # two rounds to warm up
     times_by_rank = world.all_gather_object([list(times["a"].all), list(times["b"].all)])
     assert all(one == times_by_rank[0] for one in times_by_rank) and len(times_by_rank[0][0]) == 4
@@ -145,7 +145,7 @@ def test_contenders_take_turns_and_all_ranks_get_the_same_times(world):
 # -- tuning --------------------------------------------------------------------------------------------------
 
 
-def test_rules_change_half_way_and_only_for_a_clear_gain():
+def test_rules_change_halfway_between_sizes_and_only_for_a_clear_gain():
     times = {
         1 * KIB: {"mpi": 1.0, "shared": 2.0},
         4 * KIB: {"mpi": 1.0, "shared": 0.98},  # within the noise: no change yet
@@ -163,7 +163,7 @@ def chosen(table: Tuning, ranks: int, nbytes: int) -> str:
     return table.algorithm(ALL_REDUCE, Setting(nbytes, nbytes // 4, (0,) * ranks, "private"))
 
 
-def test_a_kept_table_is_loaded_and_keeps_what_it_had(tmp_path, monkeypatch):
+def test_a_stored_table_is_loaded_and_extended(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert load_tuning("x").origin == "built-in"
     first, second = ((1 << 62, "ring"),), ((100, "mpi"), (1 << 62, "tree"))
@@ -177,7 +177,7 @@ def test_a_kept_table_is_loaded_and_keeps_what_it_had(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"measured": {"node/2": [[5, "mpi"]]}, "origin": ""}'])
-def test_a_table_that_cannot_be_used_is_as_none(text, tmp_path, monkeypatch):
+def test_an_unusable_table_is_ignored(text, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = table_path("x")
     path.parent.mkdir()
@@ -185,11 +185,11 @@ def test_a_table_that_cannot_be_used_is_as_none(text, tmp_path, monkeypatch):
     assert load_tuning("x") == Tuning()
 
 
-def test_rules_of_an_algorithm_that_nobody_has_registered_are_passed_over():
+def test_rules_of_unregistered_algorithms_are_ignored():
     table = Tuning.from_json('{"measured": {"all_reduce node/2": [[4611686018427387904, "teleport"]]}, "origin": ""}')
     assert chosen(table, 2, 8) == chosen(Tuning(), 2, 8)
 
 
-def test_a_table_of_earlier_versions_is_one_of_all_reduce():
+def test_a_table_of_an_earlier_version_is_read_as_all_reduce():
     text = '{"measured": {"node arena crowded/2": [[4611686018427387904, "ring"]]}, "origin": ""}'
     assert list(Tuning.from_json(text).measured) == ["all_reduce node arena oversubscribed/2"]

@@ -36,20 +36,20 @@ class Browser:
         self.complaints: list[str] = []
         self.requests: list[str] = []
         for domain in ("Page", "Runtime", "Log", "Network"):
-            self.ask(f"{domain}.enable")
+            self.send(f"{domain}.enable")
 
-    def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
+    def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Call a method of the protocol and wait for its answer."""
         self._number += 1
         self._socket.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
         while True:
             message = json.loads(self._socket.recv())
-            self._note(message)
+            self._handle_event(message)
             if message.get("id") == self._number:
                 assert "error" not in message, message
                 return dict(message["result"])
 
-    def _note(self, message: dict[str, Any]) -> None:
+    def _handle_event(self, message: dict[str, Any]) -> None:
         method, event = message.get("method"), message.get("params", {})
         if method in ("Runtime.consoleAPICalled", "Log.entryAdded", "Runtime.exceptionThrown", "Network.loadingFailed"):
             self.complaints.append(
@@ -60,7 +60,7 @@ class Browser:
 
     def value(self, expression: str) -> Any:
         """Return the value of a JavaScript expression."""
-        answer = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -73,24 +73,24 @@ class Browser:
 
     def open(self, path: Path, scheme: str = "light") -> None:
         """Open a file, and wait until its charts are drawn."""
-        self.prefer(scheme)
-        self.ask("Page.navigate", url=path.resolve().as_uri())
-        self.drawn()
+        self.set_colour_scheme(scheme)
+        self.send("Page.navigate", url=path.resolve().as_uri())
+        self.wait_until_drawn()
 
-    def prefer(self, scheme: str) -> None:
+    def set_colour_scheme(self, scheme: str) -> None:
         """Emulate the preference for light or dark pages."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
-        self.ask("Emulation.setEmulatedMedia", features=features)
+        self.send("Emulation.setEmulatedMedia", features=features)
 
-    def drawn(self) -> None:
+    def wait_until_drawn(self) -> None:
         """Wait until all charts are drawn."""
         self.wait_for("document.body && document.body.dataset.drawn === 'yes'")
 
     def picture(self, path: Path) -> None:
         """Write a screenshot of the whole page as PNG."""
-        size = self.ask("Page.getLayoutMetrics")["cssContentSize"]
+        size = self.send("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        shot = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(shot["data"]))
 
 
@@ -136,7 +136,7 @@ def _page_address(port: str) -> str:
     return str(pages[0]["webSocketDebuggerUrl"])
 
 
-def counted_marks(page: Browser) -> dict[str, int]:
+def count_marks(page: Browser) -> dict[str, int]:
     """Return the number of visible shapes in each chart of an open page."""
     return dict(
         page.value(

@@ -15,7 +15,7 @@ def kinds(events):
     return [(event["event"], event["step"]) for event in events]
 
 
-def test_a_line_is_whole_at_once_and_a_torn_one_goes_when_the_next_job_begins(tmp_path):
+def test_lines_are_written_whole_and_incomplete_ones_are_removed(tmp_path):
     log = EventLog(tmp_path)
     log.write("start", 0, ranks=2, config={"optim": {"lr": float("nan")}})
     assert read_events(tmp_path)[0]["config"] == {"optim": {"lr": None}}
@@ -33,14 +33,14 @@ def test_a_line_is_whole_at_once_and_a_torn_one_goes_when_the_next_job_begins(tm
     assert path.read_bytes() == b"" and read_events(tmp_path / "none") == []
 
 
-def test_damage_is_refused_in_one_line(tmp_path):
+def test_damage_is_reported_in_one_line(tmp_path):
     for line in ("[]", "{}", '{"event": "end", "step": 1}', '{"event": 3, "step": 1, "time": 2}', "\0\0"):
         (tmp_path / EVENTS).write_text('{"time": 1, "event": "new kind", "step": 0}\n' + line + "\n")
         with pytest.raises(InputError, match=r"line 2 is damaged; remove it"):
             read_events(tmp_path)
 
 
-def test_a_line_that_does_not_fit_leaves_nothing_behind(tmp_path):
+def test_a_line_that_does_not_fit_on_the_disk_is_not_written(tmp_path):
     log = EventLog(tmp_path)
     log.write("start", 0)
     size = (tmp_path / EVENTS).stat().st_size

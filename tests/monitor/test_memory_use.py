@@ -26,7 +26,7 @@ def run(script: str) -> list[int]:
     return [int(number) for number in done.stdout.split()]
 
 
-def test_the_peak_stays_and_the_present_falls_when_memory_is_freed():
+def test_freed_memory_lowers_the_current_use_but_not_the_peak():
     before, peak, now = run("""
         from mpitrain.monitor.memory import memory_bytes, node_memory_bytes, peak_memory_bytes
         before = memory_bytes()
@@ -96,7 +96,7 @@ GIB, NO_LIMIT = 1 << 30, str((1 << 63) - 4096)
         ("4:memory:/slurm/job_1\n", {"memory/slurm/job_1/memory.limit_in_bytes": NO_LIMIT}, 64),
     ],
 )
-def test_the_memory_of_a_node_is_what_the_cgroups_around_a_process_leave_of_it(tmp_path, cgroup, limits, gib):
+def test_node_memory_respects_cgroup_limits(tmp_path, cgroup, limits, gib):
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text(f"MemTotal:       {64 << 20} kB\nMemFree:  1 kB\n")
     (tmp_path / "proc/self/cgroup").write_text(cgroup)

@@ -37,7 +37,7 @@ def run_to(folder, steps, resume_step=None, **options):
     writer.close()
 
 
-def test_each_step_is_one_json_line_with_the_promised_keys(tmp_path):
+def test_each_step_is_one_json_line_with_all_keys(tmp_path):
     run_to(tmp_path, [1, 2], ids=[3, 5])
     lines = (tmp_path / METRICS).read_text().splitlines()
     assert [list(json.loads(line)) for line in lines] == [[*KEYS, "ids"]] * 2
@@ -45,19 +45,19 @@ def test_each_step_is_one_json_line_with_the_promised_keys(tmp_path):
     assert read_metrics(tmp_path / METRICS)[1]["ids"] == [3, 5]
 
 
-def test_floats_come_back_bit_for_bit(tmp_path):
+def test_floats_are_read_back_bit_for_bit(tmp_path):
     run_to(tmp_path, [1], loss=1 / 3)
     assert read_metrics(tmp_path)[0]["loss"] == 1 / 3 + 1
 
 
-def test_a_figure_that_is_not_finite_is_null(tmp_path):
+def test_non_finite_figures_are_null(tmp_path):
     run_to(tmp_path, [1], loss=math.nan, held_out_loss=-math.inf, mine={"each": [1.0, math.nan]})
     line = read_metrics(tmp_path)[0]
     assert line["mine"] == {"each": [1.0, None]}
     assert line["loss"] is None and line["held_out_loss"] is None
 
 
-def test_a_line_is_there_when_write_returns_even_if_the_process_is_killed_then(tmp_path):
+def test_a_written_line_survives_a_kill(tmp_path):
     script = f"""
         import os, signal
         from mpitrain.monitor.run_files import MetricsWriter
@@ -70,7 +70,7 @@ def test_a_line_is_there_when_write_returns_even_if_the_process_is_killed_then(t
     assert [line["step"] for line in read_metrics(tmp_path)] == [1]
 
 
-def test_after_a_resume_each_step_stands_once(tmp_path):
+def test_each_step_has_one_line_after_a_resume(tmp_path):
     run_to(tmp_path, range(1, 11))
     run_to(tmp_path, range(7, 13), resume_step=6, loss=100.0)
     lines = read_metrics(tmp_path)
@@ -79,7 +79,7 @@ def test_after_a_resume_each_step_stands_once(tmp_path):
     assert os.listdir(tmp_path) == [METRICS]
 
 
-def test_a_torn_last_line_is_not_read_and_goes_on_resume(tmp_path):
+def test_an_incomplete_last_line_is_ignored_and_removed_on_resume(tmp_path):
     path = tmp_path / METRICS
     run_to(tmp_path, [1, 2, 3])
     path.write_bytes(path.read_bytes()[:-5])
@@ -105,7 +105,7 @@ def test_a_resume_without_a_file_starts_one(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path)] == [6]
 
 
-def test_a_fresh_start_keeps_the_earlier_file_aside(tmp_path):
+def test_a_fresh_start_renames_the_earlier_file(tmp_path):
     for loss in (10.0, 20.0, 30.0):
         run_to(tmp_path, [1], loss=loss)
     assert [line["loss"] for line in read_metrics(tmp_path)] == [31.0]
@@ -116,7 +116,7 @@ def test_a_fresh_start_keeps_the_earlier_file_aside(tmp_path):
 def test_a_step_cannot_be_written_twice(tmp_path):
     writer = MetricsWriter(tmp_path)
     write_steps(writer, [3])
-    with pytest.raises(ValueError, match="step 3 after those of step 3"):
+    with pytest.raises(ValueError, match="step 3 cannot follow those of step 3"):
         write_steps(writer, [3])
     writer.close()
     run_to(tmp_path, [4], resume_step=3)
@@ -126,7 +126,7 @@ def test_a_step_cannot_be_written_twice(tmp_path):
     resumed.close()
 
 
-def test_a_run_folder_that_cannot_be_written_is_named(tmp_path):
+def test_an_unwritable_run_folder_is_named(tmp_path):
     with pytest.raises(InputError, match=r"missing/metrics\.jsonl cannot be written \(No such file"):
         MetricsWriter(tmp_path / "missing")
     with pytest.raises(InputError, match="do not exist"):
@@ -137,7 +137,7 @@ def test_a_run_folder_that_cannot_be_written_is_named(tmp_path):
             MetricsWriter(tmp_path, resume_step)
 
 
-def test_a_disk_that_fills_up_in_the_middle_of_a_line_is_told(tmp_path):
+def test_a_disk_that_fills_up_within_a_line_is_reported(tmp_path):
     script = f"""
         import resource
         from mpitrain.errors import InputError
@@ -162,7 +162,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_line_is_told(tmp_path):
         check=True,
     )
     short, full = done.stdout.splitlines()
-    assert "only a part of a line was written" in short and "make room" in short
+    assert "only a part of the line was written" in short and "make room" in short
     assert "File too large" in full and "make room" in full
     assert (tmp_path / METRICS).read_bytes().count(b"\n") == 1 and (tmp_path / METRICS).read_bytes()[-1:] == b"\n"
     assert [line["step"] for line in read_metrics(tmp_path)] == [1]

@@ -18,7 +18,7 @@ DEMO = """
         for step in range(21, 61):
             bar.update(step, 6.0 - step / 20, 3e-3, 12345.6)
             if step == 40:
-                bar.say("step 40  held-out loss [bold]2.61[/bold]")
+                bar.print_line("step 40  held-out loss [bold]2.61[/bold]")
             if step == 45:
                 print("printed by the model")
             if step == 50:
@@ -33,7 +33,7 @@ def plain(**options):
     return progress, stream
 
 
-def test_a_file_gets_the_first_each_nth_and_the_last_step():
+def test_a_file_gets_the_first_every_nth_and_the_last_step():
     progress, stream = plain(total=25, start=3)
     for step in range(4, 26):
         progress.update(step, 1.0, 1e-3, 100.0)
@@ -42,7 +42,7 @@ def test_a_file_gets_the_first_each_nth_and_the_last_step():
     assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["4/25", "10/25", "20/25", "25/25"]
 
 
-def test_columns_of_plain_lines_stay_where_they_are():
+def test_plain_lines_have_fixed_columns():
     lines = [
         plain_line(step, 100000, loss, 3e-3, rate, "tokens", left)
         for step, loss, rate, left in [
@@ -75,7 +75,7 @@ def test_a_narrow_bar_keeps_the_loss_and_the_time():
     assert narrow == "loss 2.5000 0:01:01"
 
 
-def test_a_log_file_holds_no_control_characters(tmp_path):
+def test_a_log_file_has_no_control_characters(tmp_path):
     with open(tmp_path / "log", "wb") as log:
         subprocess.run(COMMAND, stderr=log, stdout=subprocess.PIPE, cwd=ROOT, timeout=60, check=True)
     text = (tmp_path / "log").read_text()
@@ -86,7 +86,7 @@ def test_a_log_file_holds_no_control_characters(tmp_path):
 
 
 @pytest.mark.parametrize("columns", [40, 70, 100])
-def test_a_terminal_shows_one_bar_and_every_line_said_meanwhile(columns):
+def test_a_terminal_shows_one_bar_below_the_printed_lines(columns):
     written = on_terminal(COMMAND, columns)
     lines = shown(written)
     assert [line.rstrip() for line in lines[:3]] == [
@@ -100,7 +100,7 @@ def test_a_terminal_shows_one_bar_and_every_line_said_meanwhile(columns):
     assert written.count("\x1b[2K") > 30
 
 
-def test_the_cursor_is_visible_whenever_a_killed_job_may_leave_the_terminal():
+def test_the_cursor_is_always_visible():
     written = on_terminal(COMMAND, 80)
     for before_a_redraw in written.split("\x1b[2K")[:-1]:
         hidden, visible = before_a_redraw.rfind("\x1b[?25l"), before_a_redraw.rfind("\x1b[?25h")
@@ -112,7 +112,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines():
     assert "\x1b" not in written and "step 60/60  loss   3.0000" in written
 
 
-def test_a_terminal_without_unicode_gets_a_bar_of_ascii():
+def test_a_terminal_without_unicode_gets_an_ascii_bar():
     written = on_terminal(COMMAND, 80, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert written.isascii() and shown(written)[3].startswith("step 60/60 -----")
 
@@ -134,7 +134,7 @@ def test_fast_steps_do_not_redraw_each_time():
     assert shown(written)[3].startswith("step 60/60")
 
 
-def test_a_run_without_a_terminal_does_not_import_what_draws_bars():
+def test_a_run_without_a_terminal_does_not_import_rich():
     script = """
         import sys
         from mpitrain.monitor import logs, memory, run_files
@@ -162,13 +162,13 @@ def launched(columns: int, name: str = "mpirun", redirect: str = "", options: tu
     return on_terminal(command, columns, executable="/bin/bash")
 
 
-def test_a_rank_behind_a_launcher_on_a_terminal_shows_the_bar_in_its_width():
+def test_a_rank_behind_a_launcher_shows_a_bar_as_wide_as_the_terminal():
     lines = shown(launched(66))
     bars = [line for line in lines if line.startswith("step 60/60 ━")]
     assert len(bars) == 1 and 60 <= len(bars[0]) <= 66
 
 
-def test_a_rank_whose_lines_are_marked_or_kept_gets_plain_lines(tmp_path):
+def test_a_rank_with_tagged_or_redirected_output_gets_plain_lines(tmp_path):
     assert "\x1b" not in launched(80, options=("--tag-output",))
     assert "\x1b" not in launched(80, name="some_shell")
     assert "\x1b" not in launched(80, redirect=f"2> {tmp_path / 'rank.log'}")

@@ -17,7 +17,7 @@ def closed():
     close_rank_log()
 
 
-def test_a_line_has_time_rank_and_level_and_is_there_at_once(tmp_path, capfd):
+def test_a_line_has_time_rank_and_level_and_is_flushed(tmp_path, capfd):
     logger = open_rank_log(tmp_path, 3)
     logger.info("step %d", 7)
     logger.debug("too much")
@@ -34,7 +34,7 @@ def test_a_resumed_run_continues_its_log(tmp_path):
     assert [line.split()[-1] for line in lines] == ["before", "after"]
 
 
-def test_opening_again_leaves_the_earlier_file(tmp_path):
+def test_a_second_log_closes_the_earlier_file(tmp_path):
     open_rank_log(tmp_path / "one", 0)
     open_rank_log(tmp_path / "two", 0)
     logging.getLogger("mpitrain").error("now")
@@ -43,7 +43,7 @@ def test_opening_again_leaves_the_earlier_file(tmp_path):
 
 
 @pytest.mark.parametrize(("rank", "place"), [(0, "stderr"), (2, "log")])
-def test_warnings_of_rank_0_are_seen_and_those_of_others_logged(tmp_path, rank, place):
+def test_warnings_are_printed_by_rank_0_and_logged_by_others(tmp_path, rank, place):
     script = f"""
         import warnings
         from mpitrain.monitor.logs import open_rank_log
@@ -58,7 +58,9 @@ def test_warnings_of_rank_0_are_seen_and_those_of_others_logged(tmp_path, rank, 
     assert ("look here" in log) == (place == "log")
 
 
-def test_a_log_that_cannot_be_opened_is_named(tmp_path):
+def test_an_unwritable_log_is_named(tmp_path):
     (tmp_path / "logs").write_text("a file in the way")
-    with pytest.raises(InputError, match=r"rank-00001\.log cannot be written \(.*\); make room, or choose a run\.dir"):
+    with pytest.raises(
+        InputError, match=r"rank-00001\.log cannot be written \(.*\); free some space, or choose a run\.dir"
+    ):
         open_rank_log(tmp_path, 1)

@@ -15,27 +15,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from monitor_browser import browser, counted_marks, require_browser
+from monitor_browser import browser, count_marks, require_browser
 from report_runs import Story, make_run
 from support import ROOT, one_line
 
 from mpitrain import report
-from mpitrain.monitor.report.charts import learning_rate, losses, memory_over_time, parts_over_time
+from mpitrain.monitor.report.charts import learning_rate, losses, memory_over_time, time_over_steps
 from mpitrain.monitor.report.findings import (
-    Named,
+    NamedRun,
     changed_settings,
-    chosen,
     expected_traffic,
     findings,
     histogram,
-    kept,
     memory_use,
+    points_to_draw,
+    ranks_to_show,
     sent_along,
     short_names,
     stragglers,
 )
 from mpitrain.monitor.report.reading import RunRecord, read_run
-from mpitrain.monitor.report.style import LIGHT, painted, spec_of
+from mpitrain.monitor.report.style import LIGHT, paint, spec_of
 
 ONE = {
     "course", "loss", "learning_rate", "gradient_norm", "throughput", "step_time", "step_histogram", "parts",
@@ -77,7 +77,7 @@ def parts_of(node: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("page", "names"), [("one", ONE), ("both", SEVERAL)])
-def test_every_chart_has_data_a_title_and_units(pages, page, names):
+def test_every_chart_has_data_title_and_units(pages, page, names):
     specs = specs_in(pages[page])
     assert set(specs) == names
     for name, spec in specs.items():
@@ -92,7 +92,7 @@ def test_every_chart_has_data_a_title_and_units(pages, page, names):
                     assert unit, f"{name}: {channel} has no unit: {axis['title']!r}"
 
 
-def test_a_page_loads_nothing_and_holds_the_library_once(pages):
+def test_a_page_is_self_contained(pages):
     for page in pages.values():
         text = page.read_text()
         assert len(text) < 2_500_000
@@ -105,15 +105,17 @@ def test_a_page_loads_nothing_and_holds_the_library_once(pages):
         assert not re.search(r"https?://", json.dumps(specs_in(page)))
 
 
-def test_findings_name_the_kill_the_straggler_and_the_formula(runs):
+def test_findings_report_kills_stragglers_and_formulas(runs):
     text = "\n".join(findings(read_run(runs["ddp"])))
-    assert "Start 1 was killed, at step 290 or later; the next start went on from step 200." in text
-    assert re.search(r"Rank 5 on node1 is a straggler: .* most in backward", text), text
-    assert "the formula says 201.6 MB (+2.4%)" in text and "along data; the formula says 88.2 MB (+0.0%)" in text
+    assert "Start 1 was killed, at step 290 or later; the next start resumed from step 200." in text
+    assert re.search(r"Rank 5 on node1 is a straggler: .* largest difference is in backward", text), text
+    assert (
+        "the formula predicts 201.6 MB (+2.4%)" in text and "along data; the formula predicts 88.2 MB (+0.0%)" in text
+    )
     assert list(stragglers(read_run(runs["ddp"]))) == [5]
 
 
-def test_lost_ranks_stops_and_failures_are_told_and_drawn(tmp_path):
+def test_lost_ranks_stops_and_failures_are_reported_and_drawn(tmp_path):
     folder = make_run(tmp_path / "run", Story(ranks=2, steps=20, killed_at=0))
     path = folder / "events.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()]
@@ -125,7 +127,7 @@ def test_lost_ranks_stops_and_failures_are_told_and_drawn(tmp_path):
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
     lines = findings(read_run(folder))
     assert "Start 1 failed after step 20 (rank 1: the disk is full)." in lines
-    assert "Ranks were lost at step 12: 3; the run went on after 3.2 s." in lines
+    assert "Ranks were lost at step 12: 3; the run continued after 3.2 s." in lines
     assert report.main([str(folder), "--out", str(tmp_path / "page.html")]) == 0
     specs = specs_in(tmp_path / "page.html")
     for name, events_in in (("course", {"ranks lost", "stop"}), ("loss", {"ranks lost", "stop", "failure"})):
@@ -133,7 +135,7 @@ def test_lost_ranks_stops_and_failures_are_told_and_drawn(tmp_path):
         assert {row["event"] for row in rows if "event" in row} == events_in, name
 
 
-def test_metrics_of_held_out_samples_are_drawn_by_name_as_the_newest_job_measured_them(tmp_path):
+def test_held_out_metrics_of_the_newest_job_are_drawn(tmp_path):
     folder = make_run(tmp_path / "run", Story(ranks=2, steps=120, killed_at=0))
     path = folder / "events.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()]
@@ -156,11 +158,11 @@ def test_metrics_of_held_out_samples_are_drawn_by_name_as_the_newest_job_measure
     assert points["held_out_token_accuracy"][50] == pytest.approx(0.6 - 0.5 * math.exp(-50 / 110))
 
 
-def test_memory_of_ddp_and_zero_3_differs_as_the_formula_says(runs):
+def test_memory_of_ddp_and_zero_3_matches_the_formula(runs):
     measured, expected = [], []
     for folder in runs.values():
         use = memory_use(read_run(folder))[0]
-        measured.append(sum(use.held[name] for name in use.expected))
+        measured.append(sum(use.peak[name] for name in use.expected))
         expected.append(sum(use.expected.values()))
     assert measured[0] - measured[1] == pytest.approx(expected[0] - expected[1], rel=0.05)
 
@@ -171,10 +173,10 @@ def test_several_runs_are_compared_in_text(runs, capsys):
     assert re.search(r"parallel.zero +0 +3\n", out) and re.search(r"states \(MB\) +103\.\d+ +12\.\d+ \(0.12x\)", out)
     assert re.search(r"held-out token accuracy +0\.\d+ +0\.\d+ \(\d\.\d\dx\)", out)
     assert re.search(r"held-out perplexity +\d\.\d+ +\d\.\d+ \(\d\.\d\dx\)", out)
-    assert re.search(r"bytes sent a step and rank \(MB\) +88.200 +132.300 \(1.50x\)", out)
+    assert re.search(r"bytes sent per step and rank \(MB\) +88.200 +132.300 \(1.50x\)", out)
 
 
-def test_a_run_of_metrics_alone_has_a_page_that_says_what_is_missing(tmp_path, capsys):
+def test_a_page_reports_missing_files(tmp_path, capsys):
     lines = [
         {
             "step": s,
@@ -194,23 +196,23 @@ def test_a_run_of_metrics_alone_has_a_page_that_says_what_is_missing(tmp_path, c
     assert "MB; opens in a browser" in capsys.readouterr().out
     assert set(specs_in(page)) == {"loss", "learning_rate", "throughput", "step_time", "step_histogram"}
     text = page.read_text()
-    for why in ("wrote no events", "wrote no measurements", "No norm was taken", "Nothing was held out"):
+    for why in ("no events of the run", "No measurements of ranks", "norm was not measured", "No held-out loss"):
         assert why in text
 
 
-def test_a_run_of_one_step_shows_points_where_no_line_can_go(tmp_path):
+def test_a_run_of_one_step_is_drawn_as_points(tmp_path):
     folder = make_run(tmp_path / "run", Story(ranks=2, steps=5, killed_at=0, straggler=-1))
     metrics = folder / "metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
-    run = [Named("run", read_run(folder))]
+    run = [NamedRun("run", read_run(folder))]
     for drawing in [*losses(run), learning_rate(run)]:
         shown = [part["mark"] for part in parts_of(spec_of(drawing.chart)) if isinstance(part.get("mark"), dict)]
         assert any(mark["type"] == "point" and mark.get("opacity") != 0 for mark in shown), drawing.name
-    assert parts_over_time(run[0]).chart is None  # an area needs two of them
-    assert "the largest rank" in memory_over_time(run[0]).title
+    assert time_over_steps(run[0]).chart is None  # an area needs two of them
+    assert "rank with the most memory" in memory_over_time(run[0]).title
 
 
-def test_a_run_without_a_step_says_why(tmp_path, capsys):
+def test_a_run_without_a_step_is_explained(tmp_path, capsys):
     event = {"time": 1.0, "event": "end", "step": 0, "outcome": "failed", "message": "no module 'nothing'"}
     (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
     for more in ([], ["--out", str(tmp_path / "page.html")]):
@@ -218,14 +220,14 @@ def test_a_run_without_a_step_says_why(tmp_path, capsys):
         one_line((code, capsys.readouterr().err), "no finished step", "no module 'nothing'")
 
 
-def test_step_times_of_several_runs_are_counted_in_the_same_bins():
+def test_step_times_of_several_runs_share_the_bins():
     fast, slow = np.linspace(0.9, 1.1, 90), np.append(np.linspace(1.9, 2.1, 89), 500.0)
     (_, edges, _), (shares, same, more) = (histogram(times, among=[fast, slow]) for times in (fast, slow))
     assert np.array_equal(edges, same) and edges[0] == 0.9 and edges[-1] <= 5 * 2.1
     assert more == 1 and shares.sum() == pytest.approx(89 / 90)
 
 
-def test_what_tied_ranks_send_is_part_of_their_axis(tmp_path):
+def test_traffic_of_tied_ranks_counts_for_their_axis(tmp_path):
     folder = make_run(tmp_path / "run", Story(ranks=2, steps=20, killed_at=0))
     for path in (folder / "ranks").iterdir():
         path.write_text(path.read_text().replace('"data", "two_level"', '"data tied [0, 1]", "two_level"'))
@@ -234,22 +236,22 @@ def test_what_tied_ranks_send_is_part_of_their_axis(tmp_path):
     assert any("along data" in finding and "(+0.0%)" in finding for finding in findings(run))
 
 
-def test_a_run_may_have_the_name_of_a_colour_and_losses_have_the_unit_that_their_run_recorded(tmp_path):
+def test_run_names_like_colours_and_loss_units_are_drawn(tmp_path):
     named = {"@blue": "squared error", "@nowhere": "squared error", "@": "nats"}
     runs = {n: make_run(tmp_path / n, Story(ranks=2, steps=20, killed_at=0, loss_unit=u)) for n, u in named.items()}
     label = {"@blue": "loss (squared error)", "@": "loss (nats)", "": "loss (unit of the model)"}
     for folder in (runs["@blue"], runs["@"]):
-        (chart,) = losses([Named(folder.name, read_run(folder))])
+        (chart,) = losses([NamedRun(folder.name, read_run(folder))])
         assert f'"title": "{label[folder.name]}"' in json.dumps(spec_of(chart.chart))
-    several = [Named(name, read_run(folder)) for name, folder in runs.items()]
+    several = [NamedRun(name, read_run(folder)) for name, folder in runs.items()]
     spec = spec_of(losses(several)[0].chart)
     assert label[""] in json.dumps(spec) and label["@blue"] not in json.dumps(spec)
-    text = json.dumps(painted(spec, LIGHT))
+    text = json.dumps(paint(spec, LIGHT))
     assert '"@blue"' in text and '"@nowhere"' in text and LIGHT["blue"] in text and '"@orange"' not in text
     assert report.main([*map(str, runs.values()), "--png", str(tmp_path / "png")]) == 0
 
 
-def test_a_page_is_safe_against_what_runs_say_and_never_writes_over_other_files(pages, tmp_path, capsys):
+def test_a_page_escapes_run_texts_and_overwrites_only_reports(pages, tmp_path, capsys):
     folder = make_run(tmp_path / "<b>&'@@VEGA@@", Story(ranks=2, steps=20, killed_at=0))
     out = Path(shutil.copy(pages["one"], tmp_path / "page.html"))
     assert report.main([str(folder), "--out", str(out)]) == 0  # over an earlier report
@@ -258,7 +260,7 @@ def test_a_page_is_safe_against_what_runs_say_and_never_writes_over_other_files(
     config = folder / "config.toml"
     before = config.read_text()
     code = report.main([str(folder), "--out", str(config)])
-    one_line((code, capsys.readouterr().err), "no report", "--out")
+    one_line((code, capsys.readouterr().err), "not a report", "--out")
     assert config.read_text() == before
 
 
@@ -266,7 +268,7 @@ def test_a_page_is_safe_against_what_runs_say_and_never_writes_over_other_files(
 @pytest.mark.parametrize(
     "damage", [b"\xff\0\n", b"[]\n", b'{"step": "x"}\n', b"[" * 100_000 + b"\n", b'{"step": -1, "time": []}\n']
 )
-def test_damaged_files_are_refused_in_one_line(tmp_path, capsys, name, damage):
+def test_damaged_files_are_reported_in_one_line(tmp_path, capsys, name, damage):
     folder = make_run(tmp_path / "run", Story(ranks=2, steps=20, killed_at=0))
     lines = (folder / name).read_bytes().splitlines(keepends=True)
     (folder / name).write_bytes(lines[0] + damage + b"".join(lines[1:]))
@@ -275,7 +277,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path, capsys, name, damage):
     assert not (tmp_path / "page.html").exists()
 
 
-def test_a_line_torn_by_a_kill_does_not_hide_what_the_next_start_wrote(tmp_path):
+def test_an_incomplete_line_does_not_hide_the_next_start(tmp_path):
     folder = make_run(tmp_path / "run", Story(ranks=2, steps=40, killed_at=30, save_every=10))
     path = folder / "ranks/rank-00001.jsonl"
     lines = path.read_text().splitlines(keepends=True)
@@ -285,16 +287,16 @@ def test_a_line_torn_by_a_kill_does_not_hide_what_the_next_start_wrote(tmp_path)
     assert (rank.rank, rank.header.step, rank.step[-1]) == (1, 30, 40.0)
 
 
-def test_a_line_keeps_its_least_and_most_and_few_points():
+def test_thinned_curves_keep_minimum_and_maximum():
     values = np.sin(np.arange(1_000_000) / 1000.0)
     values[123_456], values[777_777], values[5:9] = 9.0, -9.0, math.nan
-    at = kept(values)
+    at = points_to_draw(values)
     assert len(at) <= 1502 and {0, 123_456, 777_777, 999_999} <= set(at.tolist())
-    assert chosen([3.0, 1.0, 2.0]) == [0, 1, 2]
-    assert chosen([float(x) for x in range(1000)]) == [0, 499, 999]
+    assert ranks_to_show([3.0, 1.0, 2.0]) == [0, 1, 2]
+    assert ranks_to_show([float(x) for x in range(1000)]) == [0, 499, 999]
 
 
-def test_names_of_runs_are_short_and_distinct():
+def test_run_names_are_short_and_distinct():
     paths = [Path("/a/x/run"), Path("/a/y/run"), Path("/b/y/other"), Path("/" + "long" * 20)]
     names = short_names(paths)
     assert names[:3] == ["x/run", "y/run", "other"] and len(names[3]) <= 28
@@ -303,7 +305,7 @@ def test_names_of_runs_are_short_and_distinct():
     assert set(changed) == {"train.steps", "gone.key"} and changed["gone.key"] == (1, None)
 
 
-def test_the_command_loads_neither_torch_nor_mpi_and_says_what_charts_need(runs, tmp_path):
+def test_the_command_needs_neither_torch_nor_mpi_and_names_the_extra_of_charts(runs, tmp_path):
     code = f"""
 import sys
 sys.modules["vl_convert"] = None  # to import it fails
@@ -329,7 +331,7 @@ def pixels(path: Path) -> bytes:
     return zlib.decompress(packed)
 
 
-def test_each_chart_becomes_a_picture_that_is_not_blank(runs, tmp_path, capsys):
+def test_each_chart_is_written_as_a_picture(runs, tmp_path, capsys):
     assert report.main([str(runs["zero3"]), "--png", str(tmp_path / "deep/pictures")]) == 0
     assert f"pictures: {len(ONE)} in" in capsys.readouterr().out
     for name in ONE:
@@ -337,7 +339,7 @@ def test_each_chart_becomes_a_picture_that_is_not_blank(runs, tmp_path, capsys):
         assert len(drawn) > 100_000 and len(set(drawn)) > 20, name
 
 
-def test_many_ranks_and_steps_make_a_page_that_still_opens(tmp_path):
+def test_pages_of_many_ranks_and_steps_stay_small(tmp_path):
     folder = make_run(tmp_path / "run", Story(ranks=64, steps=1600, killed_at=0, straggler=40))
     page = tmp_path / "page.html"
     assert report.main([str(folder), "--out", str(page)]) == 0
@@ -350,7 +352,7 @@ def test_many_ranks_and_steps_make_a_page_that_still_opens(tmp_path):
 @pytest.mark.campaign
 @pytest.mark.serial
 @pytest.mark.timeout(180)
-def test_a_browser_draws_every_chart_light_and_dark_without_a_complaint(pages, tmp_path):
+def test_a_browser_draws_every_chart_without_warnings(pages, tmp_path):
     odd = [make_run(tmp_path / name, Story(ranks=2, steps=20, killed_at=0)) for name in ("@blue", "@nowhere")]
     assert report.main([*map(str, odd), "--out", str(tmp_path / "odd.html")]) == 0
     with browser(require_browser(), tmp_path / "profile") as page:
@@ -358,19 +360,19 @@ def test_a_browser_draws_every_chart_light_and_dark_without_a_complaint(pages, t
             for scheme, paper in (("light", "rgb(244, 246, 248)"), ("dark", "rgb(13, 17, 23)")):
                 page.open(path, scheme)
                 assert page.value("getComputedStyle(document.body).backgroundColor") == paper
-                marks = counted_marks(page)
+                marks = count_marks(page)
                 assert set(marks) == names and min(marks.values()) >= 2, marks
                 assert page.value("document.documentElement.scrollWidth <= window.innerWidth")
             for choice in ("seconds", "samples"):
                 page.value(f"axis.value = '{choice}'; axis.dispatchEvent(new Event('change'))")
-                page.drawn()
+                page.wait_until_drawn()
                 text = page.value("document.getElementById('loss').textContent")
                 assert ("time in steps (" if choice == "seconds" else "samples seen") in text
             page.value("theme.value = 'light'; theme.dispatchEvent(new Event('change'))")
-            page.drawn()
+            page.wait_until_drawn()
             assert page.value("document.documentElement.dataset.theme") == "light"
             page.value("theme.value = 'auto'; theme.dispatchEvent(new Event('change'))")
-            page.drawn()
+            page.wait_until_drawn()
         page.open(tmp_path / "odd.html")
         text = page.value("document.getElementById('loss').textContent")
         assert "@blue" in text and "@nowhere" in text
@@ -378,7 +380,7 @@ def test_a_browser_draws_every_chart_light_and_dark_without_a_complaint(pages, t
         assert page.requests and all(url.startswith(("file://", "data:")) for url in page.requests)
 
 
-def test_readers_say_what_a_run_told(runs):
+def test_readers_return_the_recorded_values(runs):
     run = read_run(runs["ddp"])
     assert isinstance(run, RunRecord)
     assert [(s.outcome, s.first_step, s.last_step, s.ranks) for s in run.starts] == [

@@ -1,4 +1,4 @@
-"""Timelines, tested without MPI: the parts of a step, the rank files, and the traces made of them."""
+"""Timelines, tested without MPI: time categories, rank files, and the traces made of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
 from mpitrain.monitor.parts import StepClock
 from mpitrain.monitor.run_files import RankWriter
-from mpitrain.monitor.timeline.merging import corrected, merge, recordings, told
+from mpitrain.monitor.timeline.merging import clock_correction, describe, merge, recordings
 from mpitrain.monitor.timeline.spans import write_rank
 
 
@@ -27,7 +27,7 @@ class Hands:
         self.waited += waited
 
 
-def test_parts_add_up_to_all_of_the_time_and_waits_count_as_communication_alone():
+def test_time_categories_add_up_and_waits_count_as_communication():
     hands = Hands()
     clock = StepClock(lambda: hands.waited, now=lambda: hands.now)
     with clock.data:
@@ -50,19 +50,19 @@ def test_parts_add_up_to_all_of_the_time_and_waits_count_as_communication_alone(
     assert clock.read()["optimizer"] == 5
     assert sum(clock.totals().values()) == hands.now
     hands.go(7, waited=2)
-    clock.leave_out()
+    clock.skip()
     hands.go(1)
     assert {part: s for part, s in clock.read().items() if s} == {"other": 1}
 
 
 @pytest.mark.parametrize("value", ["5", "0:3", "7:5", "a:b", "5:", ":5", "1:2:3", "-1:4", "5:9 "])
-def test_steps_that_are_none_are_refused_in_one_line(value):
+def test_invalid_step_ranges_are_refused_in_one_line(value):
     with pytest.raises(InputError, match="A:B with 1 <= A <= B") as caught:
         Config.from_dict({"monitor": {"timeline": value}})
     assert "\n" not in str(caught.value) and "monitor.timeline" in str(caught.value)
 
 
-def test_a_rank_file_is_read_as_the_run_went_with_torn_lines_and_restarts(tmp_path):
+def test_rank_files_with_incomplete_lines_and_restarts_are_read(tmp_path):
     header = {"world_size": 2, "step": 0}
     for rank in range(2):
         writer = RankWriter(tmp_path, rank, 10.0, header)
@@ -84,39 +84,39 @@ def test_a_rank_file_is_read_as_the_run_went_with_torn_lines_and_restarts(tmp_pa
 def recorded(rank, **more):
     """Return a rank's recording; its clock is off by 100 s times its rank and drifts by 1e-4 times its rank."""
 
-    def own(at):
+    def local_time(at):
         return at * (1 + 1e-4 * rank) + 100 * rank
 
-    shift = [[own(at), at - own(at), 1e-6] for at in (10.0, 30.0)]
+    shift = [[local_time(at), at - local_time(at), 1e-6] for at in (10.0, 30.0)]
     parts = dict.fromkeys(("data", "forward", "backward", "communication", "optimizer"), 0.2)
     late = 0.4 * rank
     return {
         "token": "a", "rank": rank, "world_size": 2, "host": "n0", "node": 0, "device": "cpu", "unix": 1.0,
         "offsets": shift,
-        "steps": [[5, own(11.0), own(12.0), parts]],
+        "steps": [[5, local_time(11.0), local_time(12.0), parts]],
         "spans": [
-            ["forward", "block", own(11.1), own(11.2), {}],
-            ["part", "forward", own(11.1), own(11.2), {"waited": 0.0}],
-            ["part", "backward", own(11.2), own(11.8), {"waited": 0.1}],
-            ["action", "Forward", own(11.1), own(11.2), {"stage": 0, "microbatch": 1}],
+            ["forward", "block", local_time(11.1), local_time(11.2), {}],
+            ["part", "forward", local_time(11.1), local_time(11.2), {"waited": 0.0}],
+            ["part", "backward", local_time(11.2), local_time(11.8), {"waited": 0.1}],
+            ["action", "Forward", local_time(11.1), local_time(11.2), {"stage": 0, "microbatch": 1}],
         ],
         "communication": [
-            ["all_reduce", "data", "ring", 8, 4, own(11.3 + late / 10), own(11.7), True, "data", 1],
-            ["all_reduce", "world", "mpi", 8, 4, own(11.5 + late), own(12.0), False, "world", 1],
+            ["all_reduce", "data", "ring", 8, 4, local_time(11.3 + late / 10), local_time(11.7), True, "data", 1],
+            ["all_reduce", "world", "mpi", 8, 4, local_time(11.5 + late), local_time(12.0), False, "world", 1],
         ],
         "waited": {"backward": 0.1},
-        "memory": [[own(11.0), {"parameters": 4, "host": 9}]],
+        "memory": [[local_time(11.0), {"parameters": 4, "host": 9}]],
     } | more  # fmt: skip
 
 
-def test_clocks_are_corrected_by_the_line_through_both_offsets():
+def test_clocks_are_corrected_linearly():
     rank_time = 7.0 * 1.0001 + 100
-    line = corrected([[10.0 * 1.0001 + 100, -100 - 10e-4, 0.0], [30.0 * 1.0001 + 100, -100 - 30e-4, 0.0]])
+    line = clock_correction([[10.0 * 1.0001 + 100, -100 - 10e-4, 0.0], [30.0 * 1.0001 + 100, -100 - 30e-4, 0.0]])
     assert line(rank_time) == pytest.approx(7.0, abs=1e-9)
-    assert corrected([[3.0, 5.0, 0.0]])(4.0) == 9.0
+    assert clock_correction([[3.0, 5.0, 0.0]])(4.0) == 9.0
 
 
-def test_the_merge_finds_waits_shares_and_stragglers(tmp_path):
+def test_merging_finds_waits_shares_and_stragglers(tmp_path):
     folder = tmp_path / "timeline/steps-5-5"
     for rank in range(2):
         write_rank(folder, recorded(rank))
@@ -143,12 +143,12 @@ def test_the_merge_finds_waits_shares_and_stragglers(tmp_path):
     assert (ring["calls"], ring["bytes_inside_nodes"], ring["bytes_between_nodes"]) == (2, 16, 8)
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert merged.picture is not None and merged.picture.read_bytes().startswith(b"\x89PNG")
-    assert any("lay under backward" in line for line in told(merged))
+    assert any("hidden behind backward" in line for line in describe(merged))
 
 
-def test_files_that_are_no_recording_are_refused_in_one_line(tmp_path):
+def test_invalid_recordings_are_refused_in_one_line(tmp_path):
     with pytest.raises(InputError, match="has no recording"):
         merge(tmp_path)
     (tmp_path / "rank-00000.json").write_text('{"token": "a"}')
-    with pytest.raises(InputError, match="is no recording of a rank"):
+    with pytest.raises(InputError, match="is not a recording of a rank"):
         merge(tmp_path)

@@ -15,10 +15,10 @@ from mpitrain.config.settings import Config
 from mpitrain.data.prepare import prepare
 from mpitrain.errors import InputError
 from mpitrain.monitor import read_metrics
-from mpitrain.monitor.trackers import Tracker, Tracking, asked_for
+from mpitrain.monitor.trackers import Tracker, Tracking, requested_trackers
 
 SMALL = ("--model.layers", 1, "--model.width", 16, "--model.heads", 2, "--model.sequence", 16, "--train.batch", 4)
-# finds what is told, and refuses to leave this machine
+# a tracker, and a guard against connections to other machines
 OWN = """
 import json, socket
 from mpitrain.monitor.trackers import Tracker
@@ -33,19 +33,19 @@ def refuse(real):
 socket.socket.connect = refuse(socket.socket.connect)
 socket.socket.connect_ex = refuse(socket.socket.connect_ex)
 
-class Own(Tracker):
+class UserTracker(Tracker):
     def start(self, run_dir, config, resume_step):
         self.file = open(run_dir / "own", "a")
-        self.say([config["monitor"]["project"], resume_step])
+        self.append([config["monitor"]["project"], resume_step])
     def log(self, step, figures):
-        self.say([step, figures["loss"], sorted(figures)])
+        self.append([step, figures["loss"], sorted(figures)])
         if step == 3:
             raise RuntimeError("no more")
-    def say(self, what):
+    def append(self, what):
         self.file.write(json.dumps(what) + "\\n")
         self.file.flush()
     def close(self):
-        self.say("closed")
+        self.append("closed")
 """
 # a network of its own, where that is allowed, which leads nowhere
 WITHOUT_NETWORK = """
@@ -80,7 +80,7 @@ def wandb_losses(path):
 
 
 @pytest.mark.timeout(180)
-def test_offline_every_tracker_has_the_figures_of_each_step_once_also_after_a_resume(tmp_path, forked, monkeypatch):
+def test_offline_trackers_have_each_step_once_after_a_resume(tmp_path, forked, monkeypatch):
     for package in ("wandb", "mlflow", "tensorboard"):
         pytest.importorskip(package, reason="the extras `monitor` and `trackers` are not installed")
     from mlflow import MlflowClient
@@ -90,7 +90,7 @@ def test_offline_every_tracker_has_the_figures_of_each_step_once_also_after_a_re
     prepare([str(tmp_path / "a.txt")], tmp_path / "text")
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_NETWORK)
-    run, tracker_flags = tmp_path / "r", ["--monitor.tracker", "own:Own", "--monitor.project", "families"]
+    run, tracker_flags = tmp_path / "r", ["--monitor.tracker", "own:UserTracker", "--monitor.project", "families"]
     tracker_flags += [word for tool in ("wandb", "mlflow", "tensorboard") for word in (f"--monitor.{tool}", "true")]
     arguments = ("--run.dir", run, "--data.path", tmp_path / "text", *SMALL, *tracker_flags)
     home = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "PYTHONPATH": str(tmp_path)}
@@ -102,7 +102,7 @@ def test_offline_every_tracker_has_the_figures_of_each_step_once_also_after_a_re
         assert ended.returncode == 0, ended.stderr
         output = (ended.stdout + ended.stderr).lower()
         assert "wandb:" not in output and "mlflow " not in output and "warning" not in output, output
-        failed = "tracker own failed and is left out from step 3 on: runtimeerror: no more (own.py:"
+        failed = "tracker usertracker failed at step 3 and is not used any more: runtimeerror: no more (own.py:"
         assert output.count(failed) == (steps == 4)
     assert not (tmp_path / "network").exists()
 
@@ -135,29 +135,29 @@ def test_offline_every_tracker_has_the_figures_of_each_step_once_also_after_a_re
     ("wandb", "trackers", "wandb"),
     ("mlflow", "trackers", "mlflow"),
 ])  # fmt: skip
-def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch, key, extra, package):
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, key, extra, package):
     monkeypatch.setitem(sys.modules, package, None)  # to import it fails
     with pytest.raises(InputError, match=rf'monitor\.{key} needs .*pip install "mpitrain\[{extra}\]"'):
-        asked_for(MonitorSection(**{key: True}))
+        requested_trackers(MonitorSection(**{key: True}))
 
 
-def test_online_without_a_login_is_refused_and_never_asks(tmp_path, monkeypatch):
+def test_online_without_a_login_is_refused_without_a_prompt(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="the extra `trackers` is not installed")
     for name, value in {"WANDB_MODE": "online", "HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    tracking = Tracking(asked_for(MonitorSection(wandb=True)), print)
+    tracking = Tracking(requested_trackers(MonitorSection(wandb=True)), print)
     with pytest.raises(InputError, match="nobody is logged in; set WANDB_API_KEY"):
         tracking.start(tmp_path, Config().model_dump(), None)
 
 
-def test_a_tracker_of_ones_own_that_is_none_is_refused_in_one_line(tmp_path, forked):
+def test_an_invalid_user_defined_tracker_is_refused_in_one_line(tmp_path, forked):
     done = forked.run("train", "--run.dir", tmp_path / "r", *SMALL, "--monitor.tracker", "collections:Counter")
-    one_line(done, "monitor.tracker collections:Counter makes Counter", "derive it from that class")
+    one_line(done, "monitor.tracker collections:Counter returns a Counter", "derive it from that class")
     assert not (tmp_path / "r/metrics.jsonl").exists()
 
 
-def test_one_that_fails_is_told_once_and_the_others_go_on():
+def test_a_failing_tracker_is_reported_once_and_removed():
     class Fails(Tracker):
         def log(self, step, figures):
             raise OSError("the disk is full")
@@ -179,5 +179,5 @@ def test_one_that_fails_is_told_once_and_the_others_go_on():
     tracking.close()
     assert keeps.seen == [(1, {"loss": 0.5, "samples": 4}), (2, {"loss": 0.5, "samples": 4})]
     assert [text.split(":")[0] for text in messages] == [
-        "tracker Fails failed and is left out from step 1 on", "tracker Keeps failed as it ended",
+        "tracker Fails failed at step 1 and is not used any more", "tracker Keeps failed when it was closed",
     ]  # fmt: skip

@@ -29,7 +29,7 @@ from mpitrain.monitor import json_lines
 from mpitrain.monitor.json_lines import GrowingFile
 from mpitrain.monitor.run_files import EventLog, MetricsWriter
 from mpitrain.monitor.watch import sparkline
-from mpitrain.monitor.watched import Curve, RunStatus, Watched
+from mpitrain.monitor.watched import Curve, RunStatus, WatchedRun
 from mpitrain.storage import locks
 
 SMALL = ("--model.layers", 1, "--model.width", 32, "--model.heads", 2, "--model.sequence", 32, "--train.batch", 8,
@@ -117,14 +117,14 @@ def sentence(tmp_path):
 
 
 @pytest.mark.timeout(400)
-def test_a_run_is_seen_from_before_it_begins_through_a_kill_and_a_restart_to_its_end(tmp_path, sentence):
+def test_a_run_is_watched_through_a_kill_and_a_restart(tmp_path, sentence):
     run = tmp_path / "r"
     piped = subprocess.Popen(watch(run), stdout=subprocess.PIPE, text=True, env=clean_environment(PYTHONPATH=str(ROOT)))
     screen, jobs = Screen(watch(run), 100), []
     try:
-        screen.until("waiting", "not there yet")
+        screen.until("waiting", "does not exist yet")
         jobs.append(_train(run, sentence))
-        frame = screen.until("running", "step ", "held-out loss", "left", "held training up")
+        frame = screen.until("running", "step ", "held-out loss", "left", "delayed training by")
         assert "2 ranks on " in frame and "tokens/s" in frame and re.search(r"[▁▂▃▄▅▆▇█]{3}", frame), frame
         screen.resize(60)
         victim = (run / "logs/rank-00001.log").read_text().splitlines()[0].rpartition("process ")[2]
@@ -152,7 +152,7 @@ def test_a_run_is_seen_from_before_it_begins_through_a_kill_and_a_restart_to_its
 
 
 @pytest.fixture
-def made(tmp_path):
+def run_folder(tmp_path):
     """Return a run folder like that of a job on this machine, without running one."""
     folder = tmp_path / "r"
     folder.mkdir()
@@ -164,7 +164,7 @@ def made(tmp_path):
     return folder, events, metrics
 
 
-def _once(folder):
+def run_once(folder):
     environment = clean_environment(PYTHONPATH=str(ROOT), COLUMNS="100")
     ended = subprocess.run(watch(folder, "--once"), capture_output=True, text=True, env=environment, timeout=60)
     assert not ended.stderr, ended.stderr
@@ -172,20 +172,20 @@ def _once(folder):
 
 
 @pytest.mark.parametrize(("outcome", "code"), [("done", 0), ("stopped", 75), ("failed", 1)])
-def test_the_view_of_a_run_that_ended_has_its_exit_code(made, outcome, code):
-    folder, events, _ = made
+def test_the_view_exits_with_the_code_of_the_run(run_folder, outcome, code):
+    folder, events, _ = run_folder
     lock = locks.take(folder / locks.LOCK)
-    assert _once(folder)[0] == 0
+    assert run_once(folder)[0] == 0
     lock.close()
     events.write("end", 40, outcome=outcome, message="SIGTERM" if code else "", seconds=1.0)
-    exit_code, text = _once(folder)
+    exit_code, text = run_once(folder)
     assert exit_code == code and text.split()[0] == outcome and ("SIGTERM" in text) == bool(code)
-    assert "1 step, for gradients that were not finite" in text and "not finite" in text
+    assert "1 step, because gradients were not finite" in text and "not finite" in text
 
 
-def test_ctrl_c_ends_the_view_and_not_the_run(made):
-    lock = locks.take(made[0] / locks.LOCK)
-    screen = Screen(watch(made[0]), 80)
+def test_ctrl_c_ends_the_view_and_not_the_run(run_folder):
+    lock = locks.take(run_folder[0] / locks.LOCK)
+    screen = Screen(watch(run_folder[0]), 80)
     try:
         screen.until("running")
         screen.press_ctrl_c()
@@ -195,40 +195,40 @@ def test_ctrl_c_ends_the_view_and_not_the_run(made):
         lock.close()
 
 
-def test_a_silent_job_is_told_from_one_that_was_killed_by_its_lock(made, monkeypatch):
-    folder, _, metrics = made
-    lock, run = locks.take(folder / locks.LOCK), Watched(folder)
-    run.look()
+def test_the_lock_distinguishes_silent_from_killed_jobs(run_folder, monkeypatch):
+    folder, _, metrics = run_folder
+    lock, run = locks.take(folder / locks.LOCK), WatchedRun(folder)
+    run.read()
     assert run.status() is RunStatus.RUNNING and locks.is_held(folder / locks.LOCK)
     clock = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 61)
-    run.look()
+    run.read()
     assert run.status() is RunStatus.SILENT and "holds its lock" in run.lock_text()
     lock.close()
-    run.look()
+    run.read()
     assert run.status() is RunStatus.KILLED and "no process" in run.lock_text()
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
-    assert run.status() is RunStatus.SILENT and "cannot be told" in run.lock_text()
+    assert run.status() is RunStatus.SILENT and "cannot see" in run.lock_text()
     metrics.write(step=41, loss=1.0)
-    run.look()
+    run.read()
     assert run.status() is RunStatus.RUNNING and run.step == 41
 
 
-def test_a_resume_that_takes_steps_back_takes_them_back_in_the_view(made):
-    folder, _, metrics = made
-    run = Watched(folder)
-    run.look()
+def test_steps_removed_by_a_resume_are_removed_from_the_view(run_folder):
+    folder, _, metrics = run_folder
+    run = WatchedRun(folder)
+    run.read()
     assert run.step == 40 and len(run.steps.loss.points) == 40
     metrics.close()
     resumed = MetricsWriter(folder, resume_step=10)
-    run.look()
+    run.read()
     assert run.step == 10 and len(run.steps.loss.points) == 10
     resumed.write(step=11, loss=1.0)
-    run.look()
+    run.read()
     assert run.step == 11 and run.steps.damaged == 0
 
 
-def test_only_what_is_new_is_read_and_a_torn_line_waits_for_its_end(tmp_path):
+def test_only_new_complete_lines_are_read(tmp_path):
     path = tmp_path / "f"
     file = GrowingFile(path)
     assert list(file.new_lines()) == []
@@ -238,13 +238,13 @@ def test_only_what_is_new_is_read_and_a_torn_line_waits_for_its_end(tmp_path):
         more.write(b"o\nthree\n")
     assert list(file.new_lines()) == [b"two\n", b"three\n"] and list(file.new_lines()) == []
     path.write_bytes(b"1\n")
-    assert list(file.new_lines()) == [b"1\n"] and file.begun_anew == 1
+    assert list(file.new_lines()) == [b"1\n"] and file.replacements == 1
     assert list(GrowingFile(path, last_bytes=10).new_lines()) == [b"1\n"]
     path.write_bytes(b"a long line\nlast\n")
     assert list(GrowingFile(path, last_bytes=7).new_lines()) == [b"last\n"]
 
 
-def test_a_line_that_is_too_long_is_told_once_and_what_follows_is_read(tmp_path, monkeypatch):
+def test_a_line_that_is_too_long_is_skipped_and_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(json_lines, "LONGEST", 8)
     path = tmp_path / "f"
     file, late = GrowingFile(path), GrowingFile(path, last_bytes=12)
@@ -256,12 +256,12 @@ def test_a_line_that_is_too_long_is_told_once_and_what_follows_is_read(tmp_path,
     with path.open("ab") as more:
         more.write(b"x\n\n1234567\n12345678\n2")
     assert list(file.lines()) == list(late.lines()) == [b"\n", b"1234567\n", None]
-    with pytest.raises(InputError, match="line 2 has more than"):
+    with pytest.raises(InputError, match="line 2 is longer than"):
         list(json_lines.read_lines(path, "lines", lambda value: value, lambda value: True))
 
 
-def test_warnings_and_parts_of_ranks_are_shown(made):
-    folder, events, _ = made
+def test_warnings_and_time_categories_of_ranks_are_shown(run_folder):
+    folder, events, _ = run_folder
     (folder / "logs").mkdir()
     (folder / "ranks").mkdir()
     (folder / "logs/rank-00001.log").write_text(
@@ -269,14 +269,14 @@ def test_warnings_and_parts_of_ranks_are_shown(made):
         "2026-02-01T00:00:00.123 rank 1 ERROR Traceback (most recent call last):\n  File x\nValueError: odd\n"
     )
     (folder / "ranks/rank-00000.jsonl").write_text('{"start": 1.0, "rank": 0}\n')  # killed before it told more
-    assert "% of" not in _once(folder)[1]
+    assert "% of" not in run_once(folder)[1]
     for rank, forward in ((0, 1.0), (1, 3.0)):
         seconds = {"data": 0.0, "forward": forward, "communication": 4.0 - forward}
         lines = [{"start": 1.0, "rank": rank}, {"step": 5, "steps": 5, "time": 2.0, "seconds": seconds}]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / f"ranks/rank-{rank:05d}.jsonl").write_text(text)
     events.write("end", 40, outcome="done", message="", seconds=1.0)
-    _, text = _once(folder)
+    _, text = run_once(folder)
     assert "23:59:59 rank 1 WARNING a slow disk" in text and "00:00:00 rank 1 ERROR ValueError: odd" in text
     assert "all is well" not in text
     table = [line.split() for line in text.splitlines() if "rank 0 " in line or "rank 1  " in line or "% of" in line]
@@ -295,7 +295,7 @@ def test_warnings_and_parts_of_ranks_are_shown(made):
         assert ["%", "of", "time", "rank", "0", "server", "1"] in words and ["backward", "17", "17"] in words, lines
 
 
-def test_curves_are_thinned_and_drawn_from_least_to_most():
+def test_curves_are_thinned_and_scaled_to_their_range():
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█" and sparkline([], 5) == ""
     assert sparkline([3.0, 3.0], 5) == "▁▁" and sparkline([0, 0, 7, 7], 2, "_.-:=+*#") == "_#"
     curve = Curve()
@@ -307,14 +307,14 @@ def test_curves_are_thinned_and_drawn_from_least_to_most():
     assert len({b - a for a, b in pairwise(steps)}) == 1
 
 
-def test_a_path_that_is_no_folder_is_refused_in_one_line(tmp_path):
+def test_a_path_that_is_not_a_folder_is_refused_in_one_line(tmp_path):
     path: Path = tmp_path / "file"
     path.write_text("")
     environment = clean_environment(PYTHONPATH=str(ROOT))
     one_line(subprocess.run(watch(path), capture_output=True, text=True, env=environment, timeout=60), "is a file")
 
 
-def test_neither_torch_nor_mpi_is_loaded(tmp_path):
+def test_the_view_loads_neither_torch_nor_mpi(tmp_path):
     script = f"""if True:
         import sys
         from mpitrain.report import main

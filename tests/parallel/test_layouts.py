@@ -22,8 +22,7 @@ from mpitrain.planner.candidates import candidates
 from mpitrain.planner.machine import read_machine
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
-from mpitrain.planner.search import best
-from mpitrain.planner.search import given as settings_given
+from mpitrain.planner.search import best, explicit_settings
 
 INT, FLOAT = np.dtype("int64"), np.dtype("float32")
 REPLICA = (("extensions:Replica", 2),)
@@ -107,7 +106,7 @@ def test_an_averaging_axis_costs_as_much_as_data_parallelism(line, machine):
     predictor, layout = Predictor(MadeUpModel(), read_machine(machine), 2, 4), read(line)
     with_replicas = replace(layout, data=layout.data // 2, axes=REPLICA)
     one, other = predictor.predict(layout), predictor.predict(with_replicas)
-    assert one.parts == other.parts and one.memory == other.memory
+    assert one.times == other.times and one.memory == other.memory
 
 
 def test_all_layouts_have_the_configured_axes():
@@ -119,8 +118,8 @@ def test_all_layouts_have_the_configured_axes():
         (each.data, each.pipeline, each.tensor) for each in candidates(model, Nodes(1, 4))
     }
     predictor = Predictor(model, read_machine("cpu-128"), 2, 4)
-    plan = best(predictor, rules, 1, wanted=settings_given(CONFIG))
-    assert plan.found[0].layout.axes == REPLICA and plan.found[0].layout.microbatch == 2
+    plan = best(predictor, rules, 1, requested=explicit_settings(CONFIG))
+    assert plan.predictions[0].layout.axes == REPLICA and plan.predictions[0].layout.microbatch == 2
 
 
 def test_the_plan_includes_the_exchanges_of_a_sample_axis():
@@ -133,8 +132,8 @@ def test_the_plan_includes_the_exchanges_of_a_sample_axis():
     machine = read_machine("cpu-128")
     profile = profile_of(config, images, machine, measure=False)
     predictor = Predictor(profile, machine, 1, 4)
-    [prediction] = best(predictor, rules_of(config), 1).found
-    assert prediction.layout.axes == tuple(axes.items()) and prediction.parts["tensor"] > 0
+    [prediction] = best(predictor, rules_of(config), 1).predictions
+    assert prediction.layout.axes == tuple(axes.items()) and prediction.times["tensor"] > 0
     whole, half = (profile.blocks(6, each.divided) for each in (ParallelLayout(2), prediction.layout))
     assert {each.axis for block in half for each in block.forwards} == {"height", REPLICAS}
     assert sum(block.saved_bytes for block in half) < 0.8 * sum(block.saved_bytes for block in whole)

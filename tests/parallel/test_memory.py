@@ -24,7 +24,7 @@ def test_pipeline_gradients_outside_flat_memory_are_counted():
 
     def outside_bytes(rank, **changes):
         layout = ParallelLayout(2, 2, microbatch=4, cut=(2, 2), **changes)
-        flow, share = predictor.flow(layout), predictor.held(layout, predictor.places(layout), rank)
+        flow, share = predictor.flow(layout), predictor.holdings(layout, predictor.places(layout), rank)
         return _gradients_outside_flat(layout, share, flow.shape, rank)
 
     first, last = 64 * 48 + 48, 48 * 10 + 10

@@ -7,16 +7,16 @@ from torch.nn.functional import cross_entropy
 from mpitrain.models.gpt import GPT
 
 
-class Whole(nn.Module):
-    """A model that lists no blocks; with `asks`, its computation depends on the values of its data."""
+class Unlisted(nn.Module):
+    """A model that lists no blocks; with `reads_values`, its computation depends on the values of its data."""
 
-    def __init__(self, asks):
+    def __init__(self, reads_values):
         super().__init__()
-        self.first, self.last, self.asks = nn.Linear(64, 32), nn.Linear(32, 10), asks
+        self.first, self.last, self.reads_values = nn.Linear(64, 32), nn.Linear(32, 10), reads_values
 
     def forward(self, x):
         x = torch.relu(self.first(x.flatten(1)))
-        if self.asks and float(x.detach().sum()) > 1e9:
+        if self.reads_values and float(x.detach().sum()) > 1e9:
             x = x * 2
         return self.last(x)
 
@@ -24,8 +24,8 @@ class Whole(nn.Module):
         return cross_entropy(output, y)
 
 
-def whole(description, asks=False):
-    return Whole(asks)
+def unlisted(description, reads_values=False):
+    return Unlisted(reads_values)
 
 
 def sequential(description):
@@ -33,7 +33,7 @@ def sequential(description):
     return layers, nn.CrossEntropyLoss()
 
 
-def counting(description):
+def counts_positions(description):
     """Return a GPT that, like models of transformers, counts positions along the dimension of sequence parallelism."""
     model = GPT(layers=2, width=16, heads=4, vocabulary=description.vocabulary, max_positions=32)
     model.counts_positions = True

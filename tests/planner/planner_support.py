@@ -13,9 +13,9 @@ from mpitrain.planner.predictor import Prediction
 WORD, WIDTH, TOKENS = 4, 256, 64
 
 
-def block(seconds: float, kept: int = 0, given: int = 0, numel: int = 0, name: str = "b") -> BlockCost:
+def block(seconds: float, saved_bytes: int = 0, output_bytes: int = 0, numel: int = 0, name: str = "b") -> BlockCost:
     weights = (Weight(f"{name}.weight", numel),) if numel else ()
-    return BlockCost(name, seconds, seconds, seconds, kept, given, given, 0, weights)
+    return BlockCost(name, seconds, seconds, seconds, saved_bytes, output_bytes, output_bytes, 0, weights)
 
 
 class MadeUpModel(ModelProfile):
@@ -63,7 +63,7 @@ class MadeUpPredictor:
     """A predictor of seconds and bytes by short formulas."""
 
     def __init__(self, model: ModelProfile, room: float, layouts: Sequence[ParallelLayout] = ()) -> None:
-        self.model, self._room, self.asked = model, room, 0
+        self.model, self._room, self.simulations = model, room, 0
         self.layouts = layouts
 
     def room(self) -> float:
@@ -75,7 +75,7 @@ class MadeUpPredictor:
     def host_room(self) -> float:
         return 0.0
 
-    def at_least(self, layout: ParallelLayout) -> float:
+    def lower_bound(self, layout: ParallelLayout) -> float:
         if layout.microbatch == 3:
             raise refusal("three is impossible")
         blocks = self.model.blocks(layout.microbatch, Divided(layout.tensor, layout.sequence, layout.whole))
@@ -83,7 +83,7 @@ class MadeUpPredictor:
         return once * self.model.batch / layout.data / layout.microbatch / layout.pipeline
 
     def guess(self, layout: ParallelLayout) -> float:
-        return self.at_least(layout) * (1 + layout.zero)
+        return self.lower_bound(layout) * (1 + layout.zero)
 
     def least_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         return {"activations": self.memory(layout)["activations"]}
@@ -97,8 +97,8 @@ class MadeUpPredictor:
         return {"parameters": 4 * numel, "gradients": gradients, "states": states, "activations": float(activations)}
 
     def predict(self, layout: ParallelLayout) -> Prediction:
-        self.asked += 1
-        compute = self.at_least(layout) * (4 / 3 if layout.recompute else 1)
+        self.simulations += 1
+        compute = self.lower_bound(layout) * (4 / 3 if layout.recompute else 1)
         parts = {
             "compute": compute,
             "tensor": 1e-4 * (layout.tensor - 1) * 20,

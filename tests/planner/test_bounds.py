@@ -30,7 +30,7 @@ def counted(machine):
     ("model", "name", "nodes", "each"),
     [("made up", "gpu-8", 4, 8), ("made up", "gpu-4", 2, 8), ("made up", "cpu-128", 2, 8), ("counted", "gpu-4", 2, 4)],
 )
-def test_no_layout_is_faster_or_smaller_than_its_bound(model, name, nodes, each):
+def test_no_prediction_is_below_its_lower_bound(model, name, nodes, each):
     machine = read_machine(name)
     predictor = Predictor(FakeModel(6, 64) if model == "made up" else counted(machine), machine, nodes, each)
     bounds, refine = Bounds(predictor), Refinement(predictor)
@@ -44,7 +44,7 @@ def test_no_layout_is_faster_or_smaller_than_its_bound(model, name, nodes, each)
             except InputError:
                 continue
             tried += 1
-            assert bounds.at_least(layout) <= prediction.seconds * (1 + 1e-9), variant
+            assert bounds.lower_bound(layout) <= prediction.seconds * (1 + 1e-9), variant
             if not variant.whole:
                 assert sum(bounds.least_memory(layout).values()) <= prediction.total_memory * (1 + 1e-9), variant
     assert tried > 12

@@ -14,7 +14,7 @@ LINKS = Machine()
 
 @pytest.mark.parametrize("nodes", [(0, 0), (0, 0, 0), (0, 0, 1, 1), tuple(range(8))], ids=str)
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather"])
-def test_a_power_of_two_is_simulated_itself(operation: str, nodes: tuple[int, ...]) -> None:
+def test_powers_of_two_are_simulated_exactly(operation: str, nodes: tuple[int, ...]) -> None:
     nbytes = 1 << 25
     block = nbytes // len(nodes) // 4 * 4
     setting = Setting(block * len(nodes), block * len(nodes) // 4, nodes, "arena", block=block)
@@ -26,13 +26,13 @@ def test_a_power_of_two_is_simulated_itself(operation: str, nodes: tuple[int, ..
     assert seconds < 1.0
 
 
-def test_between_two_sizes_lies_between() -> None:
+def test_times_are_interpolated_between_sizes() -> None:
     times, group = CollectiveTimes(LINKS), Group((0, 0, 1, 1))
     low, middle, high = (times.seconds("all_reduce", n << 20, group) for n in (4, 6, 8))
     assert middle == pytest.approx((low + high) / 2)
 
 
-def test_groups_beside_each_other_share_the_link() -> None:
+def test_concurrent_groups_share_the_link() -> None:
     one, four = (
         CollectiveTimes(LINKS).seconds("all_reduce", 1 << 26, Group(tuple(range(4)), beside)) for beside in (1, 4)
     )
@@ -46,13 +46,13 @@ def test_any_number_of_ranks_has_a_time(operation: str, nodes: tuple[int, ...]) 
     assert 0 < times[0] <= times[1] < 1e-3
 
 
-def test_one_rank_and_nothing_take_no_time() -> None:
+def test_one_rank_or_no_bytes_take_no_time() -> None:
     times = CollectiveTimes(LINKS)
     assert times.seconds("all_reduce", 1 << 20, Group((0,))) == 0.0
     assert times.seconds("all_gather", 0, Group((0, 1))) == 0.0
 
 
-def test_long_rings_are_extrapolated_truly() -> None:
+def test_extrapolated_long_rings_equal_simulation() -> None:
     nodes = tuple(n for n in range(48) for _ in range(2))
     nbytes = 1 << 27
     setting = Setting(nbytes // 96 // 4 * 4 * 96, 1, nodes, "arena", block=nbytes // 96 // 4 * 4)
@@ -63,7 +63,7 @@ def test_long_rings_are_extrapolated_truly() -> None:
     assert CollectiveTimes(LINKS).seconds("all_reduce", nbytes, Group(nodes)) == pytest.approx(whole, rel=0.03)
 
 
-def test_a_long_message_between_nodes_is_announced_and_asked_for_before_it_goes() -> None:
+def test_a_long_message_between_nodes_takes_three_latencies() -> None:
     links = Machine(latency=1e-2, eager=1 << 16)
     times = CollectiveTimes(links)
     for nbytes, flights in ((1 << 16, 1), (1 << 17, 3)):

@@ -12,7 +12,7 @@ KINDS = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1), ("ze
 
 @pytest.mark.parametrize(("name", "chunks"), KINDS)
 @pytest.mark.parametrize("many", [False, True])
-def test_a_flow_is_the_schedule_simulated(name, chunks, many):
+def test_a_flow_equals_the_simulated_schedule(name, chunks, many):
     draw = random.Random(7)
     for ranks in (2, 3, 8):
         for more in (1, ranks - 1, 2 * ranks):

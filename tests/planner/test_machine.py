@@ -15,11 +15,11 @@ from mpitrain.planner.machine import (
     OPERATIONS,
     SECONDS,
     Measured,
-    given_machines,
-    merged,
+    merge,
     profile_of,
     read_machine,
     read_values,
+    ready_made_machines,
     write_values,
 )
 
@@ -62,13 +62,13 @@ def sheet(tmp_path):
         (COUNT, 128, 128),
     ],
 )
-def test_quantities_are_read_as_people_write_them_and_written_so_too(unit, written, value):
-    assert unit.parsed(written, "here") == pytest.approx(value)
-    assert unit.parsed(unit.text(value), "here") == pytest.approx(value, rel=1e-3)
+def test_quantities_are_read_and_written_with_units(unit, written, value):
+    assert unit.parse(written, "here") == pytest.approx(value)
+    assert unit.parse(unit.text(value), "here") == pytest.approx(value, rel=1e-3)
 
 
 @pytest.mark.serial
-def test_a_data_sheet_is_enough_and_the_rest_follows_from_it(sheet):
+def test_missing_values_are_derived_from_a_data_sheet(sheet):
     machine = read_machine(sheet)
     assert (machine.name, machine.cores, machine.links.cores, machine.memory) == ("sheet", 32, 32, 128 << 30)
     assert machine.links.bandwidth == 12.5e9 and machine.links.memory_rate == 100e9  # a copy reads and writes
@@ -79,10 +79,10 @@ def test_a_data_sheet_is_enough_and_the_rest_follows_from_it(sheet):
 
 
 @pytest.mark.serial
-def test_what_is_written_is_read_again(tmp_path):
+def test_a_written_profile_is_read_back(tmp_path):
     rows = [Measured("all_reduce", "ring", 4, 2, "private", 1 << 16, 2e-5)]
     rows.append(Measured("broadcast", "mpi", 2, 1, "arena", 16, 1e-6))
-    values = merged(read_values("gpu-4"), {"name": 'a "b"\\', "collectives": {row[:-1]: row.seconds for row in rows}})
+    values = merge(read_values("gpu-4"), {"name": 'a "b"\\', "collectives": {row[:-1]: row.seconds for row in rows}})
     machine = profile_of(values, "here")
     first, second = tmp_path / "1.toml", tmp_path / "2.toml"
     write_values(values, first)
@@ -95,7 +95,7 @@ def test_what_is_written_is_read_again(tmp_path):
 
 
 @pytest.mark.serial
-def test_the_later_file_wins_key_by_key_and_need_not_be_whole(sheet, tmp_path):
+def test_a_later_file_overrides_single_keys(sheet, tmp_path):
     network = tmp_path / "network.toml"
     network.write_text(
         '[network]\nbandwidth = "200 Gbit/s"\n[collectives."all_reduce ring"]\n'
@@ -106,17 +106,17 @@ def test_the_later_file_wins_key_by_key_and_need_not_be_whole(sheet, tmp_path):
     assert machine.collectives == (Measured("all_reduce", "ring", 4, 2, "arena", 65536, 2e-5),)
     ring = ("all_reduce", "ring", 4, 2, "arena")
     more = {"collectives": {(*ring, 65536): 3e-5, (*ring, 4096): 1e-6}}
-    assert merged(read_values(str(network)), more)["collectives"] == more["collectives"]
-    rows = profile_of(merged(read_values(str(sheet)), more), "here").collectives
+    assert merge(read_values(str(network)), more)["collectives"] == more["collectives"]
+    rows = profile_of(merge(read_values(str(sheet)), more), "here").collectives
     assert [(row.nbytes, row.seconds) for row in rows] == [(65536, 3e-5), (4096, 1e-6)]
     write_values(read_values(str(network)), tmp_path / "again.toml")  # nothing that is derived gets in
     assert read_values(str(tmp_path / "again.toml")) == read_values(str(network)) | {"name": "network"}
 
 
 @pytest.mark.serial
-def test_the_given_machines_are_what_their_names_say():
-    assert given_machines() == ["cpu-128", "gpu-4", "gpu-8", "gpu-8x8"]
-    for name in given_machines():
+def test_ready_made_profiles_match_their_names():
+    assert ready_made_machines() == ["cpu-128", "gpu-4", "gpu-8", "gpu-8x8"]
+    for name in ready_made_machines():
         machine = read_machine(name)
         assert "data sheet" in machine.origin
         count = machine.cores if machine.device is None else machine.device.count
@@ -136,14 +136,14 @@ def test_the_given_machines_are_what_their_names_say():
         (SHEET.replace("cores = 32", "cores = 0"), ["node.cores = 0", "write 128"]),
         (SHEET.replace("cores = 32", ""), ["node.cores is missing", "[node]"]),
         (SHEET.replace('matrix = "50 Gflop/s"', ""), ["core.matrix is missing"]),
-        (SHEET.replace("matrix =", "matrix.fp8 ="), ["core.matrix.fp8 is no precision", "bf16"]),
+        (SHEET.replace("matrix =", "matrix.fp8 ="), ["core.matrix.fp8 is not a precision", "bf16"]),
         (SHEET + '[device]\nkind = "some"\ncount = 4', ["device.memory is missing"]),
         (SHEET + '[collectives."all_reduce ring"]\nhere = 3', ["'here' is wrong", "4 ranks on 2 nodes"]),
         ("cores = 3", ["unknown key 'cores'", "node.cores"]),
         ("[node", ["is not TOML"]),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_in_one_line(text, words, sheet):
+def test_errors_in_a_file_are_reported_in_one_line(text, words, sheet):
     sheet.write_text(text)
     with pytest.raises(InputError) as raised:
         read_machine(sheet)
@@ -152,7 +152,7 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line(text, words, sheet):
 
 
 @pytest.mark.serial
-def test_a_profile_that_is_not_there_is_not_looked_for_further(tmp_path):
+def test_a_missing_profile_is_an_error(tmp_path):
     with pytest.raises(InputError, match=r"did you mean 'gpu-[48]'"):
         read_machine("gpu-6")
     with pytest.raises(InputError, match="does not exist"):

@@ -73,30 +73,30 @@ def number(machine: dict[str, Any], section: str, key: str) -> float:
     return float(getattr(getattr(profile, holder) if holder else profile, attribute)) / spec.factor
 
 
-def answers(values: dict[str, Any]) -> np.ndarray:
+def predictions(values: dict[str, Any]) -> np.ndarray:
     """Return the seconds of all layouts, the bytes of a process, and minus the bytes that a rank may use."""
     machine = machine_of(values, "a test")
-    model = copy.copy(observed())  # which counts the same operations by the speeds of this machine
-    model._machine, model._made = machine, lru_cache(None)(model._make)
+    model = copy.copy(measured_profile())  # which counts the same operations by the speeds of this machine
+    model._machine, model._cached_blocks = machine, lru_cache(None)(model._make_blocks)
     predictor = Predictor(model, machine, 2, 2)
     predictions = [predictor.predict(layouts.read(line)) for line in LAYOUTS]
     return np.array([*(each.seconds for each in predictions), predictions[0].memory["process"], -predictor.room()])
 
 
 @lru_cache
-def observed() -> BlockProfile:
+def measured_profile() -> BlockProfile:
     """Return the profile of the model; its operations are counted once for all machines."""
     config = Config.from_dict({"model": MODEL, "train": {"batch": 8, "precision": "bf16"}})
     return profile_of(config, TOKENS, machine_of(HOST, "a test"), measure=False)
 
 
 @lru_cache
-def usual(name: str) -> np.ndarray:
-    return answers(MACHINES[name])
+def baseline(name: str) -> np.ndarray:
+    return predictions(MACHINES[name])
 
 
 @pytest.mark.parametrize(("section", "key"), KEYS, ids=".".join)
-def test_a_machine_that_is_worse_in_one_thing_is_slower_or_smaller_somewhere_and_better_nowhere(section, key):
+def test_a_worse_value_never_improves_a_prediction(section, key):
     """Up to 2 % better is allowed: reductions that cannot overlap for lack of cores are cut into fewer parts."""
     changed = False
     for name, machine in MACHINES.items():
@@ -104,22 +104,22 @@ def test_a_machine_that_is_worse_in_one_thing_is_slower_or_smaller_somewhere_and
             section not in machine or (key == "link_bandwidth" and key not in machine["device"])
         ):
             continue
-        before, after = usual(name), answers(worse(machine, section, key))
+        before, after = baseline(name), predictions(worse(machine, section, key))
         assert (after >= before - 0.02 * np.abs(before)).all(), name
         changed |= bool((np.abs(after - before) > 1e-3 * np.abs(before)).any())
     assert changed
 
 
-def test_devices_without_a_link_of_their_own_are_staged_through_the_host():
+def test_devices_without_links_are_staged_through_the_host():
     slow = copy.deepcopy(MACHINES["devices"])
     slow["device"]["host_bandwidth"] = 1e9
     tensor = LAYOUTS.index("2x1x2 mb2")
-    assert usual("linked devices")[tensor] < usual("devices")[tensor] < answers(slow)[tensor]
+    assert baseline("linked devices")[tensor] < baseline("devices")[tensor] < predictions(slow)[tensor]
     linked = copy.deepcopy(slow) | {"device": slow["device"] | {"link_bandwidth": 1e11}}
-    assert answers(linked)[tensor] < answers(slow)[tensor]
+    assert predictions(linked)[tensor] < predictions(slow)[tensor]
 
 
-def test_a_profile_of_another_kind_of_device_is_refused_where_a_job_plans_for_itself():
+def test_parallel_auto_refuses_a_profile_of_another_device():
     cuda = machine_of(MACHINES["devices"], "a test")
     assert require_device_kind(cuda, "parallel.machine a.toml", "auto", torch.device("cuda", 0)) is cuda
     for device in ("xpu", "cpu"):

@@ -15,7 +15,7 @@ from mpitrain.parallel.places import Nodes
 from mpitrain.planner import measured
 from mpitrain.planner.candidates import candidates
 from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.measured import MeasuringFailed, Workers, time_blocks
+from mpitrain.planner.measured import MeasurementError, Workers, time_blocks
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
 from mpitrain.planner.subject import StandIn, Subject
@@ -41,10 +41,10 @@ def config(model, **train):
         ({"name": "resnet", "layers": 18, "width": 8}, IMAGES, "fp32"),
         ({"name": "mlp", "width": 16}, IMAGES, "fp32"),
         ({"factory": "planner.planned_models:sequential"}, IMAGES, "fp32"),
-        ({"factory": "planner.planned_models:whole", "options": {"asks": True}}, IMAGES, "fp32"),
+        ({"factory": "planner.planned_models:unlisted", "options": {"reads_values": True}}, IMAGES, "fp32"),
     ],
 )
-def test_as_many_bytes_are_kept_as_the_meter_counts(model, description, precision):
+def test_saved_bytes_equal_the_activation_meter(model, description, precision):
     settings = config(model, precision=precision)
     profile = profile_of(settings, description, measure=False)
     for samples in (2, 7):
@@ -57,7 +57,7 @@ def test_as_many_bytes_are_kept_as_the_meter_counts(model, description, precisio
 
 
 @pytest.mark.parametrize("divided", [Divided(tensor=2), Divided(tensor=4, sequence=True)])
-def test_a_divided_model_has_the_parameters_of_one_that_is_really_divided(divided):
+def test_a_simulated_division_has_the_real_parameters(divided):
     settings = config(GPT)
     model = Subject(settings, TOKENS, real=True).module
     parallelize(model, StandIn(divided.tensor, times=True), plan_for(model), sequence=divided.sequence)
@@ -70,7 +70,7 @@ def test_a_divided_model_has_the_parameters_of_one_that_is_really_divided(divide
     assert [w.same_as for w in blocks[-1].weights] == ["embedding.weight"]
 
 
-def test_the_exchanges_of_a_block_are_those_of_its_pairs_of_layers():
+def test_a_block_exchanges_once_for_each_pair_of_layers():
     profile = profile_of(config(GPT), TOKENS, measure=False)
     block = profile.blocks(4, Divided(tensor=2))[2]
     assert block.forwards == block.backwards == (AxisExchange("all_reduce", BYTES),) * 2
@@ -85,7 +85,7 @@ def test_the_exchanges_of_a_block_are_those_of_its_pairs_of_layers():
         profile.blocks(4, Divided(tensor=3))
 
 
-def test_batch_norms_of_several_ranks_sum_up_over_the_data_axis(monkeypatch):
+def test_batch_norms_are_summed_over_the_data_axis(monkeypatch):
     settings = config({"name": "resnet", "layers": 18, "width": 8})
     profile = profile_of(settings, IMAGES, measure=False)
     plain, synced = profile.blocks(2), profile.blocks(2, Divided(synchronized=True))
@@ -103,7 +103,7 @@ def test_batch_norms_of_several_ranks_sum_up_over_the_data_axis(monkeypatch):
     assert len(timed) == len(synced) and timed[at].forward > 0 < timed[at].backward
 
 
-def test_a_model_without_batch_norms_is_the_same_beside_other_ranks():
+def test_a_model_without_batch_norms_does_not_depend_on_replicas():
     profile = profile_of(config({"factory": "planner.planned_models:sequential"}), IMAGES, measure=False)
     assert not profile.synchronous
     assert profile.blocks(2, Divided(synchronized=True)) is profile.blocks(2)
@@ -112,7 +112,7 @@ def test_a_model_without_batch_norms_is_the_same_beside_other_ranks():
 
 
 @pytest.mark.parametrize("zero", [0, 2])
-def test_later_microbatches_of_a_step_add_to_the_gradients_of_earlier_ones(zero):
+def test_later_microbatches_add_to_earlier_gradients(zero):
     profile = profile_of(config({"factory": "planner.planned_models:sequential"}, batch=32), IMAGES, measure=False)
     machine = MachineProfile("m", "s", 2, 1 << 33)
     flatten, first, tanh, _ = blocks = profile.blocks(4)
@@ -120,17 +120,17 @@ def test_later_microbatches_of_a_step_add_to_the_gradients_of_earlier_ones(zero)
     step = Predictor(profile, machine, 1, 2).predict(ParallelLayout(data=2, microbatch=4, zero=zero))
     once = sum(block.forward + block.input + block.weight for block in blocks)
     added = 3 * sum(block.later for block in blocks) if zero == 0 else 0.0  # with 2, each pass is reduced by itself
-    assert step.parts["compute"] == pytest.approx(4 * once + added, rel=1e-9)
+    assert step.times["compute"] == pytest.approx(4 * once + added, rel=1e-9)
 
 
-def test_seconds_that_cannot_be_measured_are_counted_and_that_is_said(monkeypatch):
+def test_times_that_cannot_be_measured_are_estimated_with_a_warning(monkeypatch):
     def fails(self, samples, divided):
-        raise MeasuringFailed("blocks cannot be measured: no memory")
+        raise MeasurementError("blocks cannot be measured: no memory")
 
     monkeypatch.setattr(Workers, "__init__", lambda self, *args: None)
     monkeypatch.setattr(Workers, "measure", fails)
     settings = config({"factory": "planner.planned_models:sequential"})
-    with pytest.warns(UserWarning, match="counted, not measured.*no memory"):
+    with pytest.warns(UserWarning, match="estimated, not measured.*no memory"):
         blocks = profile_of(settings, IMAGES).blocks(4)
     assert blocks == profile_of(settings, IMAGES, measure=False).blocks(4)
 
@@ -138,17 +138,17 @@ def test_seconds_that_cannot_be_measured_are_counted_and_that_is_said(monkeypatc
 def test_operations_and_sizes_of_linear_layers():
     profile = profile_of(config({"factory": "planner.planned_models:sequential"}), IMAGES, measure=False)
     _, first, tanh, last = profile.blocks(6)
-    flops = [sum(each.flops for each in block.forward) for block in profile._observed(6, Divided())]
+    flops = [sum(each.flops for each in block.forward) for block in profile._observations(6, Divided())]
     assert (flops[1], flops[3]) == (2 * 6 * 64 * 48, 2 * 6 * 48 * 10)
     assert (tanh.input_bytes, tanh.output_bytes, tanh.saved_bytes) == (6 * 48 * 4, 6 * 48 * 4, 6 * 48 * 4)
     assert last.output_bytes == 4  # the loss
     assert first.input == 0 < first.weight  # nobody wants the gradient of the data
     assert (profile.moments, profile.sample_bytes) == (2, 64 * 4 + 8)
     assert profile.listed and not profile.divisible
-    assert not profile_of(config({"factory": "planner.planned_models:whole"}), IMAGES, measure=False).listed
+    assert not profile_of(config({"factory": "planner.planned_models:unlisted"}), IMAGES, measure=False).listed
 
 
-def test_seconds_measured_and_counted_agree_roughly():
+def test_measured_and_estimated_times_roughly_agree():
     settings = config({**GPT, "width": 128, "layers": 2})
     timed, counted = (profile_of(settings, TOKENS, measure=measure) for measure in (True, False))
     try:

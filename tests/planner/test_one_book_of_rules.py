@@ -30,7 +30,7 @@ from mpitrain.planner.candidates import candidates, microbatches
 from mpitrain.planner.machine import MachineProfile, read_machine
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import BlockProfile, profile_of
-from mpitrain.planner.search import given, offered
+from mpitrain.planner.search import explicit_settings, layouts_with
 from mpitrain.planner.subject import StandIn
 from mpitrain.shard import placement
 from mpitrain.shard.flat import blocks_of
@@ -45,11 +45,11 @@ TOKENS = Description("tokens", "train", 1000, (16,), INT, (16,), INT, 64, None, 
 IMAGES = Description("arrays", "train", 1000, (8, 8), FLOAT, (), INT, None, tuple("0123456789"), "x")
 MODELS: dict[str, tuple[dict[str, Any], Description]] = {
     "gpt": ({"name": "gpt", "layers": 2, "width": 16, "heads": 4, "sequence": 16}, TOKENS),
-    "counting": ({"factory": "planner.planned_models:counting", "sequence": 16}, TOKENS),
+    "counting": ({"factory": "planner.planned_models:counts_positions", "sequence": 16}, TOKENS),
     "mlp": ({"name": "mlp", "width": 16}, IMAGES),
     "resnet": ({"name": "resnet", "layers": 18, "width": 4}, IMAGES),
     "sequential": ({"factory": "planner.planned_models:sequential"}, IMAGES),
-    "whole": ({"factory": "planner.planned_models:whole"}, IMAGES),
+    "whole": ({"factory": "planner.planned_models:unlisted"}, IMAGES),
 }
 WORLDS = [(1, 2), (1, 4), (2, 2), (1, 6), (2, 3), (4, 2), (1, 8)]  # nodes, ranks of each
 SETTINGS: dict[str, list[Any]] = {
@@ -228,25 +228,25 @@ def any_layout(rng: random.Random, ranks: int, batch: int) -> ParallelLayout:
     )
 
 
-def with_layout(config: Config, layout: ParallelLayout, wanted: dict[str, Any]) -> Config:
+def with_layout(config: Config, layout: ParallelLayout, requested: dict[str, Any]) -> Config:
     """Return the configuration that `parallel.auto` derives from a layout."""
     values = config.to_dict()
-    for section, keys in settings(layout, wanted).items():
+    for section, keys in settings(layout, requested).items():
         values[section].update(keys)
     return Config.from_dict(values)
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_planner_offers_what_a_job_takes_and_nothing_else(kind: str, listed: None) -> None:
+def test_the_planner_offers_exactly_what_a_job_accepts(kind: str, listed: None) -> None:
     rng, offers, refusals = random.Random(kind), 0, 0
     while offers < 30 or refusals < 30:
         config, (nodes, each), machine = drawn(rng, kind), rng.choice(WORLDS), rng.choice(MACHINES)
         if config is None:
             continue
-        model, requested = profile(kind), given(config)
+        model, requested = profile(kind), explicit_settings(config)
         model.batch = config.train.batch
         predictor, device = Predictor(model, machine, nodes, each), machine.device is not None
-        layouts = offered(predictor, rules_of(config), requested)
+        layouts = layouts_with(predictor, rules_of(config), requested)
         offered_some = rng.sample(list(layouts), min(3, len(layouts)))
         for layout in [*offered_some, *(any_layout(rng, nodes * each, model.batch) for _ in range(3))]:
             try:

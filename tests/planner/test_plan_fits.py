@@ -49,19 +49,19 @@ def test_a_model_that_does_not_fit_trains_within_the_predicted_bytes(tmp_path: P
     layout = layout_of(Config.from_args([str(tmp_path / "plan.toml")]), 2)
     predicted = sum(predictor.memory(layout).values())
     assert predicted <= room
-    most_used = _most_used(tmp_path)
+    most_used = _peak_bytes(tmp_path)
     print(f"{layout}: {most_used / MIB:.0f} MiB of {predicted / MIB:.0f} predicted, {room / MIB:.0f} allowed")
     assert most_used <= room
     assert 0.7 * predicted < most_used <= 1.05 * predicted  # what libraries take differs from one processor to the next
 
 
-def _most_used(folder: Path) -> float:
+def _peak_bytes(folder: Path) -> float:
     """Train with the plan and return the peak bytes of a rank: resident pages, with its part of shared memory."""
     command = [*launcher(2), sys.executable, "-m", "mpitrain.train", "plan.toml", "--run.dir", "run"]
     with subprocess.Popen(command, cwd=folder, env=clean_environment(), stdout=subprocess.DEVNULL) as job:
         most, end = 0.0, time.monotonic() + 90
         while job.poll() is None and time.monotonic() < end:
-            most = max([most, *map(_used, _ranks(job.pid))])
+            most = max([most, *map(_resident_bytes, _rank_processes(job.pid))])
             time.sleep(0.02)
         if job.poll() is None:
             job.kill()
@@ -69,13 +69,13 @@ def _most_used(folder: Path) -> float:
     return most
 
 
-def _ranks(launched: int) -> list[int]:
+def _rank_processes(launched: int) -> list[int]:
     """Return the processes that a launcher has started."""
     listed = subprocess.run(["pgrep", "-P", str(launched)], capture_output=True, text=True).stdout.split()
     return [int(word) for word in listed]
 
 
-def _used(process: int) -> float:
+def _resident_bytes(process: int) -> float:
     """Return the resident bytes of a process, with its part of shared memory."""
     try:
         rows = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()

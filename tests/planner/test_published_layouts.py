@@ -46,8 +46,8 @@ def tensor_and_pipeline(layout: ParallelLayout) -> bool:
 @pytest.mark.campaign
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("size", "published"), [("7b", sharded), ("13b", sharded), ("70b", tensor_and_pipeline)])
-def test_a_published_layout_is_among_the_first_ten_and_within_a_tenth_of_the_first(size, published):
+def test_a_published_layout_is_among_the_ten_best(size, published):
     plan = planned(size)
-    near = [each for each in plan.found if each.seconds < 1.1 * plan.found[0].seconds]
+    near = [each for each in plan.predictions if each.seconds < 1.1 * plan.predictions[0].seconds]
     assert any(published(each.layout) for each in near)
-    assert all(each.layout.tensor <= 8 for each in plan.found)  # though tensor ranks across nodes were looked at
+    assert all(each.layout.tensor <= 8 for each in plan.predictions)  # though tensor ranks across nodes were looked at

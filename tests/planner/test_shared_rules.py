@@ -62,11 +62,11 @@ def job_buckets(layout: ParallelLayout) -> list[int]:
 
 
 def planned_buckets(predictor: Predictor, layout: ParallelLayout) -> list[int]:
-    return list(predictor.held(layout, predictor.places(layout), 0).buckets)
+    return list(predictor.holdings(layout, predictor.places(layout), 0).buckets)
 
 
 @pytest.mark.parametrize("within", ["node", "all"])
-def test_buckets_are_those_of_the_job(predictor, within, monkeypatch):
+def test_planned_buckets_equal_those_of_the_job(predictor, within, monkeypatch):
     layout = ParallelLayout(256, zero=2, shard_within=within)
     before = job_buckets(layout)
     assert planned_buckets(predictor, layout) == before and len(before) > 2
@@ -79,7 +79,7 @@ def test_buckets_are_those_of_the_job(predictor, within, monkeypatch):
 
 
 @pytest.mark.parametrize("layout", [WITHIN, ParallelLayout(256, zero=2), ParallelLayout(64, 4, zero=2)], ids=str)
-def test_slots_are_those_of_the_job(predictor, layout, monkeypatch):
+def test_planned_slots_equal_those_of_the_job(predictor, layout, monkeypatch):
     def both() -> tuple[int, float]:
         comm, staged = shares(layout), layout.pipeline > 1
         reduction = SimpleNamespace(comm=comm, overlaps=comm.overlaps, compression=None, reproducible=staged)
@@ -93,35 +93,35 @@ def test_slots_are_those_of_the_job(predictor, layout, monkeypatch):
     assert job == planned == (5 if layout is WITHIN else 1)
 
 
-def test_what_tensor_ranks_sum_whole_is_what_the_job_does(predictor, monkeypatch):
+def test_tensor_reductions_switch_at_the_limit_of_the_job(predictor, monkeypatch):
     layout = ParallelLayout(64, tensor=4)
     simulated = StepSimulation(predictor, predictor.places(layout))
 
     def job() -> bool:
-        tp_axis, taken = axis.Axis.__new__(axis.Axis), list[int]()
+        tp_axis, calls = axis.Axis.__new__(axis.Axis), list[int]()
         tp_axis.size, tp_axis.rank, tp_axis.comm = 4, 0, cast(Any, SimpleNamespace(all_reduce=lambda x: None))
-        monkeypatch.setattr(tp_axis, "_exchange", lambda *given: taken.append(given[-1]))
+        monkeypatch.setattr(tp_axis, "_exchange", lambda *arguments: calls.append(arguments[-1]))
         tp_axis.all_reduce(torch.zeros(1024))
-        return taken[0] > 0
+        return calls[0] > 0
 
     def planned() -> float:
-        return simulated.exchanges([AxisExchange("all_reduce", 4096)])
+        return simulated.exchange_seconds([AxisExchange("all_reduce", 4096)])
 
     direct, seconds = job(), planned()
     monkeypatch.setattr(axis, "_MAX_DIRECT", 1024)
     assert direct and not job() and planned() != seconds
 
 
-def test_the_default_number_of_microbatches_is_the_jobs(monkeypatch):
+def test_the_default_microbatches_equal_those_of_the_job(monkeypatch):
     config = Config.from_dict({"train": {"batch": 96}, "parallel": {"pipeline": 4}, "optim": {"name": "adamw"}})
     sizes = shape_of(axes_of(config.parallel), 8)
     mesh = SimpleNamespace(readers=SimpleNamespace(size=sizes["data"]), stages=SimpleNamespace(size=4))
 
-    def found() -> set[int]:
+    def microbatch_sizes() -> set[int]:
         loop = Config.from_dict({"train": {"batch": 96}, "parallel": {"pipeline": 4}})
         loop_microbatch = from_config(loop, 8, own_optimizer=True).microbatch
         return {layout_of(config, 8).microbatch, microbatch_size(config, cast(Any, mesh)), loop_microbatch}
 
-    assert found() == {6}
+    assert microbatch_sizes() == {6}
     monkeypatch.setattr(schedule, "_PER_STAGE", 4)
-    assert found() == {3}
+    assert microbatch_sizes() == {3}

@@ -23,7 +23,7 @@ def ends_of(schedule: Schedule, *on: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_enough_cores_are_full_speed(case: tuple[str, int, int, int]) -> None:
+def test_enough_cores_give_full_speed(case: tuple[str, int, int, int]) -> None:
     schedule = make_schedule(*case)
     stages = range(schedule.stages)
     costs = Costs(
@@ -34,7 +34,7 @@ def test_enough_cores_are_full_speed(case: tuple[str, int, int, int]) -> None:
     assert ends == pytest.approx(expected)
 
 
-def test_one_core_does_all_the_work_one_after_the_other() -> None:
+def test_one_core_runs_ranks_one_after_the_other() -> None:
     schedule = make_schedule("1f1b", 4, 6, 1)
     ends = ends_of(schedule, Costs(1.0, 1.0, 1.0), [0] * 4, 1.0, lambda stage, to: 0.0)
     assert max(ends) == pytest.approx(4 * 6 * 3.0)  # the core is never idle
@@ -49,7 +49,7 @@ def test_nodes_do_not_share_cores() -> None:
     assert max(one_node) > max(two_nodes)
 
 
-def test_who_waits_for_ever_is_named() -> None:
+def test_a_rank_that_waits_for_ever_is_named() -> None:
     steps = ((Backward(0, 0), Forward(0, 0)), (Forward(1, 0), Backward(1, 0)))
     with pytest.raises(ScheduleError, match="rank 0 waits forever"):
         ends_of(Schedule("odd", 2, 1, (0, 1), steps), Costs(), [0, 0], 2.0, lambda stage, to: 0.0)

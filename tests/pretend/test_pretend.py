@@ -48,7 +48,7 @@ def test_a_copy_to_the_host_arrives_when_the_host_has_waited(device):
     assert before == [0] * 12 and host.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_pinned_source_is_read_when_the_stream_gets_there(device):
+def test_a_pinned_source_is_read_when_the_stream_reaches_the_copy(device):
     host = torch.ones(6).pin_memory()
     x = torch.empty(6, device=device)
     x.copy_(host, non_blocking=True)
@@ -56,7 +56,7 @@ def test_a_pinned_source_is_read_when_the_stream_gets_there(device):
     assert x.tolist() == [7] * 6
 
 
-def test_a_stream_that_does_not_wait_computes_with_nothing(device):
+def test_a_stream_that_does_not_wait_reads_unfinished_data(device):
     beside = torch.Stream(device=device)
     y = torch.ones(6, device=device) * 2
     with beside:
@@ -66,7 +66,7 @@ def test_a_stream_that_does_not_wait_computes_with_nothing(device):
         assert early != [2] * 6 and (y + 0).tolist() == [2] * 6
 
 
-def test_freed_memory_is_nothing_once_all_streams_got_there(device):
+def test_memory_is_reused_only_after_all_streams_finished_with_it(device):
     beside = torch.Stream(device=device)
     x = torch.ones(256, device=device)
     accelerator.synchronize()
@@ -94,7 +94,7 @@ def in_child(do) -> int:
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
-def test_the_cpu_cannot_touch_device_memory(device):
+def test_the_cpu_cannot_access_device_memory(device):
     x = torch.ones(4, device=device)
     accelerator.synchronize()
     assert in_child(lambda: ctypes.string_at(x.data_ptr(), 4)) == signal.SIGSEGV
@@ -149,7 +149,7 @@ print(x.sum().item(), x[0].item(), flush=True)
 """
 
 
-def test_memory_of_another_process_and_the_devices_it_sees(device):
+def test_memory_is_shared_with_a_process_that_sees_other_devices(device):
     environment = clean_environment(**pretend_environment(visible="1"))
     with subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -175,7 +175,7 @@ def test_memory_of_another_process_and_the_devices_it_sees(device):
 # -- hidden, it is as if it were not there
 
 
-def test_hidden_it_changes_nothing_on_the_cpu(device):
+def test_hidden_devices_change_nothing_on_the_cpu(device):
     import pretend
 
     pretend.available(False)
@@ -275,7 +275,7 @@ def test_convolutions_and_batch_statistics_train_as_on_the_cpu(device):
     assert torch.equal(same.running_var.cpu(), norm.running_var)
 
 
-def test_random_numbers_are_the_devices_own(device):
+def test_each_device_has_its_own_random_numbers(device):
     torch.manual_seed(3)
     before = torch.get_rng_state()
     state = torch.pretend.get_rng_state(device)
@@ -289,7 +289,7 @@ def test_random_numbers_are_the_devices_own(device):
     assert torch.rand(4, device=device).tolist() == first
 
 
-def test_figures_of_memory_and_exchange(device):
+def test_memory_statistics_and_dlpack_exchange(device):
     before = accelerator.memory_allocated(device)
     accelerator.reset_peak_memory_stats(device)
     x = torch.arange(1 << 18, device=device)

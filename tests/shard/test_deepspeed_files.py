@@ -70,7 +70,7 @@ def test_comments_and_trailing_commas_are_accepted(tmp_path):
     file = tmp_path / "ds_config.json"
     file.write_text('{"bf16": {"enabled": true,},  // here\n"x": ["a, ]//#", 1,], # there\n/* and\n*/ "y": 2\n}')
     assert read_json(file) == {"bf16": {"enabled": True}, "x": ["a, ]//#", 1], "y": 2}
-    for text, message in (('{"a": 1, "a": 2}', "the key 'a' is there twice"), ('{"a": SIZE}', "line 1 column 7")):
+    for text, message in (('{"a": 1, "a": 2}', "the key 'a' occurs twice"), ('{"a": SIZE}', "line 1 column 7")):
         file.write_text(text)
         with pytest.raises(InputError, match=message):
             read_json(file)

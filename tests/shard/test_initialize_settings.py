@@ -163,7 +163,7 @@ def test_only_settings_that_change_training_are_refused_in_a_runs_configuration(
     for section, key, value in [("run", "reproducible", True), ("parallel", "mode", "local")]:
         with pytest.raises(InputError, match=rf"^RUN/config\.toml: mt\.initialize ignores {section}\.{key};"):
             settings(**{section: {key: value}})
-    with pytest.raises(InputError, match=r"parallel.data 3 x .* does not make 2 ranks"):
+    with pytest.raises(InputError, match=r"parallel.data 3 x .* does not give 2 ranks"):
         settings(parallel={"data": 3})
 
 

@@ -199,7 +199,7 @@ def test_stopped_job_submits_the_next_and_deleted_job_does_not(batch):
     deleted_at = batch.newest_step()
     out = batch.out(1001)
     assert step + 5 <= deleted_at < STEPS and f"saved at step {deleted_at}, to be started again" in out
-    assert "deleted: no next job; go on with: FIRST_JOB=1000.server ARGUMENTS=" in out
+    assert "deleted, so no next job is submitted; continue with: FIRST_JOB=1000.server ARGUMENTS=" in out
     assert len(batch.submitted()) == 1
 
     assert batch.finish(1002, variables) == 0, batch.out(1002)  # as that line says
@@ -296,7 +296,7 @@ def test_each_rank_of_a_batch_job_has_its_own_device(batch, device, variables, e
     out = run_with_devices(batch, **variables)
     assert expected in out and "each rank has its own: 0 pretend:0 (pretend-0)" in out, out
     assert ("1 pretend:0 (pretend-1)" if expected.endswith("1") else "1 pretend:1 (pretend-1)") in out
-    trained = out.partition(" to look at")[2]  # the doctor's last line
+    trained = out.partition(" warning")[2]  # the doctor's last line
     assert "2 ranks on 1 nodes" in out and "1 x Pretend 0, 1 x Pretend 1" in trained and "done" in trained, out
     assert {line["world_size"] for line in batch.metrics()} == {2}
 
@@ -409,5 +409,5 @@ def test_site_file_is_read_first_and_its_environment_reaches_the_ranks(tmp_path)
     site.write_text('[ "$NO_SUCH_VARIABLE" = "" ]\nexport SITE_SAYS=loaded\n')
     _, started = run_on_site(tmp_path, SITE=str(site), SLURM_EXPORT_ENV="NONE")
     assert len(started) == 2 and all(" export ALL " in line and line.endswith(" site loaded") for line in started)
-    with pytest.raises(AssertionError, match="which is not there"):
+    with pytest.raises(AssertionError, match="which does not exist"):
         run_on_site(tmp_path, SITE=str(tmp_path / "nowhere.sh"))

@@ -146,8 +146,8 @@ class Twin(DataAxis):
 
 @pytest.mark.ranks(2)
 def test_invalid_axes_are_refused(world):
-    for path, message in (("extensions:Best", "no subclass"), ("train.test_further_axes:Twin", "'data' of another")):
+    for path, message in (("extensions:Best", "not a subclass"), ("train.test_further_axes:Twin", "'data' as another")):
         with pytest.raises(InputError, match=message):
             Mesh.make(world, axes={path: 2})
-    with pytest.raises(InputError, match=r"parallel.axes replica 3 x .* does not make 2 ranks"):
+    with pytest.raises(InputError, match=r"parallel.axes replica 3 x .* does not give 2 ranks"):
         Mesh.make(world, axes={REPLICA: 3})

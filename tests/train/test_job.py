@@ -247,7 +247,7 @@ BAD = {
     "no such config": (["nothing.toml"], "config file nothing.toml does not exist"),
     "no such data": (["--data.path", "nowhere"], "nowhere"),
     "too few samples": (["--train.batch", "100000"], "fewer than train.batch 100000"),
-    "no such checkpoint": (["--checkpoint.resume", "nowhere"], "is no checkpoint and no run folder"),
+    "no such checkpoint": (["--checkpoint.resume", "nowhere"], "does not exist; give auto, never or"),
     "no such factory": (["--model.factory", "nowhere:model"], "nowhere"),
     "wrong model": (["--model.name", "mlp"], "takes arrays, but the data are tokens"),
     "no such optimizer": (["--optim.name", "adamv"], "did you mean 'Adam'"),
@@ -302,7 +302,7 @@ def test_logs_contain_lines_from_before_the_run_folder_exists(tmp_path, sentence
 def test_unnamed_runs_get_separate_folders_within_one_second(tmp_path, sentence):
     """Folders for the next 100 seconds exist already, as if other jobs had started then."""
     wrong = ("--data.path", sentence, *SMALL, "--train.steps", 1, "--checkpoint.resume", "nowhere")
-    one_line(warm.job(2, train_command(*wrong), cwd=tmp_path), "is no checkpoint", alone=False)
+    one_line(warm.job(2, train_command(*wrong), cwd=tmp_path), "does not exist; give auto", alone=False)
     assert not list(tmp_path.glob("runs/*"))
     now = datetime.now().replace(microsecond=0)
     others = [tmp_path / f"runs/{now + timedelta(seconds=n):%Y%m%d-%H%M%S}" for n in range(100)]
@@ -338,7 +338,7 @@ def test_unexpected_files_in_a_run_folder_give_one_line(tmp_path, forked, senten
         return done.returncode, [line for line in done.stderr.splitlines() if line.startswith("mpitrain: ")]
 
     code, [line] = train(1)  # a save would have to replace what it did not make: refused before the first step
-    assert code == 2 and "checkpoints/latest is in the way of a checkpoint" in line and latest.is_dir()
+    assert code == 2 and "checkpoints/latest exists already, but mpitrain did not write it" in line and latest.is_dir()
     latest.rmdir()
     assert train(1) == (0, [])
     config = tmp_path / "r/config.toml"

@@ -63,7 +63,7 @@ def shifted(rank):
 
 @pytest.mark.ranks(2, 8)
 def test_clock_offset_and_drift_are_corrected_to_50_microseconds(world, folder):
-    from mpitrain.monitor.timeline.merging import corrected
+    from mpitrain.monitor.timeline.merging import clock_correction
 
     local_clock = shifted(world.rank)
 
@@ -75,7 +75,7 @@ def test_clock_offset_and_drift_are_corrected_to_50_microseconds(world, folder):
         time.sleep(0.5)
         now = time.perf_counter()  # of all ranks the same clock: they are on one machine
         last = measure(world, clock)
-        line = corrected([[o.at, o.seconds, o.within] for o in (first, last)])
+        line = clock_correction([[o.at, o.seconds, o.within] for o in (first, last)])
         wrong = line(local_clock(now)) - shifted(0)(now)
         deviations = world.all_gather_object([wrong, first.within, last.within])
         if good := all(abs(seconds) < 50e-6 for each in deviations for seconds in each):
@@ -307,7 +307,7 @@ def test_a_job_killed_while_recording_leaves_readable_files_and_resumes(tmp_path
     again = (*arguments, "--train.steps", steps + 20, "--monitor.timeline", f"{steps + 5}:{steps + 8}")
     done = job(2, train_command(*again))
     assert done.returncode == 0, done.stderr
-    assert "timeline.png" in done.stderr and "lay under backward" in done.stderr  # where the progress is
+    assert "timeline.png" in done.stderr and "hidden behind backward" in done.stderr  # where the progress is
     assert parse(run / f"timeline/steps-{steps + 5}-{steps + 8}/trace.json")
     for record in read_rank_files(run).values():
         assert record.lines[-1]["step"] == steps + 20

@@ -1,7 +1,7 @@
 """Report of one or several runs: an HTML page, pictures, and tables of differences.
 
 reading          contents of a run folder as plain values
-findings         times by part, stragglers, memory, bytes sent; thinned series; comparison of several runs
+findings         times by category, stragglers, memory, bytes sent; thinned series; comparison of several runs
 style, charts    charts in altair
 page             one HTML file; one PNG file per chart
 

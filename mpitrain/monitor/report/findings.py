@@ -1,4 +1,4 @@
-"""Results derived from a run's files: times by part of a step, stragglers, memory, bytes sent, thinned series."""
+"""Results derived from a run's files: time categories of a step, stragglers, memory, bytes sent, thinned series."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mpitrain.config.settings import Config
 from mpitrain.errors import printable
-from mpitrain.monitor.report.reading import CATEGORIES, OWN, PARTS, Column, MeasuredRank, RunRecord
+from mpitrain.monitor.report.reading import BUSY, CATEGORIES, TIME_CATEGORIES, Column, MeasuredRank, RunRecord
 from mpitrain.monitor.run_files import axis_of
 from mpitrain.storage.text import short, with_spaces
 
@@ -29,8 +29,8 @@ def metric_columns(run: RunRecord) -> dict[str, Column]:
     Values measured by a killed job at steps that were later repeated or do not exist are left out.
     """
     steps, columns = run.columns.step, dict[str, Column]()
-    for moment in run.moments:
-        metrics = moment.told.get("metrics")
+    for moment in run.events:
+        metrics = moment.details.get("metrics")
         at = int(np.searchsorted(steps, moment.step))
         if moment.kind != "evaluate" or not isinstance(metrics, dict) or at == len(steps) or steps[at] != moment.step:
             continue
@@ -40,7 +40,7 @@ def metric_columns(run: RunRecord) -> dict[str, Column]:
     return columns
 
 
-def kept(values: Column, most: int = 1500) -> NDArray[np.int64]:
+def points_to_draw(values: Column, most: int = 1500) -> NDArray[np.int64]:
     """Return the points of a series to draw: smallest and largest of each interval, and the first and the last.
 
     Args:
@@ -102,7 +102,7 @@ def percentiles(values: Column) -> dict[int, float]:
     return {p: float(np.percentile(values, p)) for p in PERCENTILES}
 
 
-def chosen(values: Sequence[float], most: int = 16) -> list[int]:
+def ranks_to_show(values: Sequence[float], most: int = 16) -> list[int]:
     """Return which ranks to show: all of them if there are few, else those with the least, median and largest value.
 
     Args:
@@ -124,7 +124,7 @@ def last_finite(values: Column) -> float:
     return float(finite[-1]) if len(finite) else math.nan
 
 
-def thinned(values: Column, most: int) -> Column:
+def thin_out(values: Column, most: int) -> Column:
     """Return at most `most` of some rising values, evenly spaced, with the first and the last.
 
     Args:
@@ -134,12 +134,12 @@ def thinned(values: Column, most: int) -> Column:
     return values[np.unique(np.linspace(0, len(values) - 1, min(len(values), most)).astype(int))]
 
 
-def means_between(rank: MeasuredRank, part: str, steps: Column) -> Column:
-    """Return the seconds per step of a part, averaged between consecutive elements of `steps`.
+def means_between(rank: MeasuredRank, category: str, steps: Column) -> Column:
+    """Return the seconds per step of a time category, averaged between consecutive elements of `steps`.
 
     Args:
         rank: Measurements of a rank.
-        part: Part of a step.
+        category: Time category.
         steps: Rising step numbers, shape (n,). The ranks of a job may have measured different groups of steps.
 
     Returns:
@@ -147,12 +147,12 @@ def means_between(rank: MeasuredRank, part: str, steps: Column) -> Column:
         counts from the rank's first measured step.
     """
     begin = rank.step[0] - rank.steps[0]
-    sums = np.append(0.0, np.cumsum(np.nan_to_num(rank.seconds[part])))
+    sums = np.append(0.0, np.cumsum(np.nan_to_num(rank.seconds[category])))
     edges = np.append(min(begin, steps[0] - 1), steps)
     return np.diff(np.interp(edges, np.append(begin, rank.step), sums)) / np.diff(edges)
 
 
-def held_at(rank: MeasuredRank, category: str, steps: Column) -> Column:
+def bytes_at(rank: MeasuredRank, category: str, steps: Column) -> Column:
     """Return the bytes that a rank held at given steps, from its last measurement before each, or else its first.
 
     Args:
@@ -179,14 +179,14 @@ class MemoryUse:
 
     Attributes:
         rank: Measurements of the rank.
-        held: Bytes by category at the time when their sum was largest.
+        peak: Bytes by category at the time when their sum was largest.
         expected: Bytes by category, predicted by formula.
         resident: Peak resident host memory of the process in bytes.
         device: Peak memory on the device in bytes; 0 without a device.
     """
 
     rank: MeasuredRank
-    held: dict[str, float]
+    peak: dict[str, float]
     expected: dict[str, float]
     resident: float
     device: float
@@ -194,7 +194,7 @@ class MemoryUse:
     @property
     def total(self) -> float:
         """Bytes of all categories."""
-        return sum(self.held.values())
+        return sum(self.peak.values())
 
 
 @dataclass(frozen=True)
@@ -217,16 +217,16 @@ class SentRow:
     most: float
 
 
-def parts_a_step(rank: MeasuredRank) -> dict[str, float]:
-    """Return the mean seconds per step that a rank spent in each of `PARTS`."""
+def seconds_per_step(rank: MeasuredRank) -> dict[str, float]:
+    """Return the mean seconds per step that a rank spent in each of `TIME_CATEGORIES`."""
     steps = float(rank.steps.sum())
-    return {part: float(np.nansum(rank.seconds[part])) / steps for part in PARTS}
+    return {name: float(np.nansum(rank.seconds[name])) / steps for name in TIME_CATEGORIES}
 
 
-def own_seconds(rank: MeasuredRank) -> float:
+def busy_seconds(rank: MeasuredRank) -> float:
     """Return the seconds per step in which a rank does not wait for others: data, forward, backward, optimizer."""
-    parts = parts_a_step(rank)
-    return sum(parts[part] for part in OWN)
+    times = seconds_per_step(rank)
+    return sum(times[name] for name in BUSY)
 
 
 def stage(rank: MeasuredRank) -> int:
@@ -246,18 +246,18 @@ def stragglers(run: RunRecord) -> dict[int, str]:
         ranks = [rank for rank in run.workers if stage(rank) == number]
         if len(ranks) < 2:
             continue
-        parts = [parts_a_step(rank) for rank in ranks]
-        own_times = [sum(p[name] for name in OWN) for p in parts]
+        times = [seconds_per_step(rank) for rank in ranks]
+        own_times = [sum(each[name] for name in BUSY) for each in times]
         usual = median_low(own_times)  # the lower median, so that one of two ranks can be a straggler
-        typical = {name: median(p[name] for p in parts) for name in PARTS}
-        for rank, mine, seconds in zip(ranks, parts, own_times, strict=True):
+        typical = {name: median(each[name] for each in times) for name in TIME_CATEGORIES}
+        for rank, mine, seconds in zip(ranks, times, own_times, strict=True):
             if seconds > SLOWER * usual > 0:
-                part = max(OWN, key=lambda name, mine=mine, typical=typical: mine[name] - typical[name])  # type: ignore[misc]
+                worst = max(BUSY, key=lambda name, mine=mine, typical=typical: mine[name] - typical[name])  # type: ignore[misc]
                 host = f" on {rank.header.host}" if rank.header.host else ""
                 sentence = (
-                    f"Rank {rank.rank}{host} is a straggler: it computes {seconds * 1e3:.1f} ms a step, "
-                    f"{seconds / usual - 1:.0%} longer than the median rank ({usual * 1e3:.1f} ms). It loses most in "
-                    f"{part} ({(mine[part] - typical[part]) * 1e3:+.1f} ms). "
+                    f"Rank {rank.rank}{host} is a straggler: it computes {seconds * 1e3:.1f} ms per step, "
+                    f"{seconds / usual - 1:.0%} longer than the median rank ({usual * 1e3:.1f} ms). The largest "
+                    f"difference is in {worst} ({(mine[worst] - typical[worst]) * 1e3:+.1f} ms). "
                     f"It waits {mine['communication'] * 1e3:.1f} ms for communication, "
                     f"the median rank {typical['communication'] * 1e3:.1f} ms."
                 )
@@ -316,76 +316,78 @@ def expected_traffic(run: RunRecord) -> dict[str, float]:
 
 def findings(run: RunRecord) -> list[str]:
     """Return sentences about a run that its user should know."""
-    return [*_course(run), *_times(run), *_memory(run), *_bytes(run)]
+    return [*_course_sentences(run), *_time_sentences(run), *_memory_sentences(run), *_traffic_sentences(run)]
 
 
-def _course(run: RunRecord) -> list[str]:
+def _course_sentences(run: RunRecord) -> list[str]:
     sentences = []
     for start, after in zip_longest(run.starts, run.starts[1:]):
         if start.outcome in ("killed", "failed"):
-            redone = f"; the next start went on from step {after.first_step:,}" if after is not None else ""
+            redone = f"; the next start resumed from step {after.first_step:,}" if after is not None else ""
             message = f" ({start.message})" if start.outcome == "failed" and start.message else ""
             # the last steps of a killed job may be missing from its files
             ended = "was killed, at step {} or later" if start.outcome == "killed" else "failed after step {}"
             sentences.append(f"Start {start.number} {ended.format(f'{start.last_step:,}')}{message}{redone}.")
-    for moment in run.moments:
+    for moment in run.events:
         if moment.kind == "lost":
-            ranks = moment.told.get("ranks")
+            ranks = moment.details.get("ranks")
             names = ", ".join(map(str, ranks)) if isinstance(ranks, list) else "unknown"
-            seconds = moment.told.get("recovered_s")
-            after_s = f"; the run went on after {seconds:.1f} s" if isinstance(seconds, (int, float)) else ""
+            seconds = moment.details.get("recovered_s")
+            after_s = f"; the run continued after {seconds:.1f} s" if isinstance(seconds, (int, float)) else ""
             sentences.append(f"Ranks were lost at step {moment.step:,}: {names}{after_s}.")
     skipped = int(run.columns.skipped.sum())
     if skipped:
-        sentences.append(f"{skipped:,} of {len(run.columns.step):,} steps made no update.")
+        sentences.append(f"{skipped:,} of {len(run.columns.step):,} steps did not update the parameters.")
     return sentences
 
 
-def _times(run: RunRecord) -> list[str]:
+def _time_sentences(run: RunRecord) -> list[str]:
     if not run.ranks:
         return []
     all_stragglers = list(stragglers(run).values())
     sentences = all_stragglers[:5]
     if len(all_stragglers) > 5:
-        sentences.append(f"{len(all_stragglers) - 5} more ranks are slower than the median by a tenth or more.")
+        sentences.append(f"{len(all_stragglers) - 5} more ranks compute at least 10 % longer than the median rank.")
     if not sentences and len(run.workers) > 1:
-        sentences.append("No rank is a straggler: none computes a tenth longer than the median rank.")
+        sentences.append("No rank is a straggler: none computes more than 10 % longer than the median rank.")
     servers = [rank.rank for rank in run.ranks if rank.serves]
     if servers:
-        which = "Rank {} only serves, and is" if len(servers) == 1 else "Ranks {} only serve, and are"
-        sentences.append(f"{which.format(', '.join(map(str, servers)))} not compared with those that train.")
-    parts = [parts_a_step(rank) for rank in run.workers]
-    total = sum(sum(p.values()) for p in parts)
+        which = "Rank {} is a server and is" if len(servers) == 1 else "Ranks {} are servers and are"
+        sentences.append(f"{which.format(', '.join(map(str, servers)))} not compared with the ranks that train.")
+    times = [seconds_per_step(rank) for rank in run.workers]
+    total = sum(sum(each.values()) for each in times)
     if total > 0:
-        share = sum(p["communication"] for p in parts) / total
-        sentences.append(f"Ranks wait {share:.0%} of their time for communication that nothing hides.")
+        share = sum(each["communication"] for each in times) / total
+        sentences.append(
+            f"Ranks spend {share:.0%} of their time waiting for communication that computation does not hide."
+        )
     return sentences
 
 
-def _memory(run: RunRecord) -> list[str]:
+def _memory_sentences(run: RunRecord) -> list[str]:
     uses = memory_use(run)
     if not uses:
         return []
     largest = max(uses, key=lambda use: use.total)
-    sentence = f"Rank {largest.rank.rank} holds most memory: {largest.total / 1e6:,.1f} MB at its peak"
+    sentence = f"Rank {largest.rank.rank} uses the most memory: {largest.total / 1e6:,.1f} MB at its peak"
     by_formula = sum(v for v in largest.expected.values() if math.isfinite(v))
     if by_formula <= 0:
         return [sentence + "."]
-    states = sum(largest.held[name] for name in STATES)
+    states = sum(largest.peak[name] for name in STATES)
     return [
-        f"{sentence}, {states / 1e6:,.1f} MB of it parameters, gradients and optimizer states; "
-        f"the formula says {by_formula / 1e6:,.1f} MB ({states / by_formula - 1:+.1%})."
+        f"{sentence}. Parameters, gradients and optimizer states take {states / 1e6:,.1f} MB of it; "
+        f"the formula predicts {by_formula / 1e6:,.1f} MB ({states / by_formula - 1:+.1%})."
     ]
 
 
-def _bytes(run: RunRecord) -> list[str]:
+def _traffic_sentences(run: RunRecord) -> list[str]:
     sentences, expected = [], expected_traffic(run)
     for axis, formula in sorted(expected.items()):
         sent = sum(sent_along(run, axis))
         if formula > 0:
             sentences.append(
-                f"A rank sends {sent / 1e6:,.4g} MB a step along {axis}; "
-                f"the formula says {formula / 1e6:,.4g} MB ({sent / formula - 1:+.1%})."
+                f"A rank sends {sent / 1e6:,.4g} MB per step along {axis}; "
+                f"the formula predicts {formula / 1e6:,.4g} MB ({sent / formula - 1:+.1%})."
             )
     return sentences
 
@@ -398,7 +400,7 @@ _MISSING, _NONE = "-", np.empty(0)
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedRun:
     """Run with its name in charts and tables."""
 
     name: str
@@ -424,13 +426,13 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
 
 
-def loss_label(runs: Sequence[Named]) -> str:
+def loss_label(runs: Sequence[NamedRun]) -> str:
     """Return "loss" with its unit if all runs recorded the same unit."""
     units = {str(named.run.facts.get("loss_unit") or "") for named in runs}
     return f"loss ({units.pop() if len(units) == 1 and units != {''} else 'unit of the model'})"
 
 
-def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Return nested settings as one table: {"train": {"steps": 10}} becomes {"train.steps": 10}.
 
     Args:
@@ -440,7 +442,7 @@ def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            settings.update(flat(value, f"{above}{name}."))
+            settings.update(flatten(value, f"{above}{name}."))
         else:
             settings[f"{above}{name}"] = value
     return settings
@@ -452,32 +454,32 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     Returns:
         Pairs (value in the run, default) by section.key; the default of an unknown setting is None.
     """
-    defaults = flat(Config().model_dump(mode="json"))
+    defaults = flatten(Config().model_dump(mode="json"))
     return {
         name: (value, defaults.get(name))
-        for name, value in flat(config).items()
+        for name, value in flatten(config).items()
         if name not in defaults or defaults[name] != value
     }
 
 
-def differing_settings(runs: Sequence[Named]) -> list[list[str]]:
+def differing_settings(runs: Sequence[NamedRun]) -> list[list[str]]:
     """Return the settings other than run.dir that differ between runs: section.key, then one text per run."""
-    tables = [flat(named.run.config) for named in runs]
+    tables = [flatten(named.run.config) for named in runs]
     names = [n for n in dict.fromkeys(name for table in tables for name in table) if n != "run.dir"]
-    rows = [[name, *(spelled(table.get(name, _MISSING)) for table in tables)] for name in names]
+    rows = [[name, *(toml_text(table.get(name, _MISSING)) for table in tables)] for name in names]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def spelled(value: Any) -> str:
+def toml_text(value: Any) -> str:
     """Return a setting approximately as TOML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(spelled(v) for v in value) + "]"
+        return "[" + ", ".join(toml_text(v) for v in value) + "]"
     return '""' if value == "" else str(value)
 
 
-def key_figures(runs: Sequence[Named]) -> list[list[str]]:
+def key_figures(runs: Sequence[NamedRun]) -> list[list[str]]:
     """Return a table to compare runs by: losses, metrics, speed, memory of the rank that uses most, bytes sent.
 
     Returns:
@@ -500,19 +502,19 @@ def key_figures(runs: Sequence[Named]) -> list[list[str]]:
         ("tokens/s in steps", [c.rate(c.tokens) or math.nan for c in columns], short),
         ("ranks", [float(c.world_size[-1]) for c in columns], "{:,.0f}".format),
         *(
-            (f"{name} (MB)", [use.held[name] / 1e6 if use else math.nan for use in uses], "{:,.2f}".format)
+            (f"{name} (MB)", [use.peak[name] / 1e6 if use else math.nan for use in uses], "{:,.2f}".format)
             for name in CATEGORIES
         ),
-        ("bytes sent a step and rank (MB)", sent, "{:,.3f}".format),
+        ("bytes sent per step and rank (MB)", sent, "{:,.3f}".format),
     ]
     return [
-        [name, *(_beside(value, values[0] if number else math.nan, text) for number, value in enumerate(values))]
+        [name, *(_with_ratio(value, values[0] if number else math.nan, text) for number, value in enumerate(values))]
         for name, values, text in figures
         if any(map(math.isfinite, values))
     ]
 
 
-def _beside(value: float, first: float, text: Callable[[float], str]) -> str:
+def _with_ratio(value: float, first: float, text: Callable[[float], str]) -> str:
     """Return a value as text, with its ratio to `first`."""
     if not math.isfinite(value):
         return _MISSING
@@ -532,9 +534,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  " + "   ".join(row).rstrip() for row in padded)
 
 
-def comparison(runs: Sequence[Named]) -> str:
+def comparison(runs: Sequence[NamedRun]) -> str:
     """Return a text that compares runs: differences of their configurations, then key figures, one column per run."""
     names = [named.name for named in runs]
     different = differing_settings(runs)
-    settings = table(["settings", *names], different) if different else "  their configurations are the same"
+    settings = table(["settings", *names], different) if different else "  the configurations are the same"
     return "\n\n".join([f"{len(runs)} runs", settings, table(["figures", *names], key_figures(runs))])

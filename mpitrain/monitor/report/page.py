@@ -18,7 +18,14 @@ import vl_convert
 
 from mpitrain.errors import InputError
 from mpitrain.monitor.report import charts, findings, style
-from mpitrain.monitor.report.findings import Named, changed_settings, differing_settings, flat, key_figures, spelled
+from mpitrain.monitor.report.findings import (
+    NamedRun,
+    changed_settings,
+    differing_settings,
+    flatten,
+    key_figures,
+    toml_text,
+)
 from mpitrain.monitor.report.reading import RunRecord
 from mpitrain.monitor.report.style import Drawing
 from mpitrain.monitor.run_files import axis_of
@@ -38,7 +45,7 @@ class PageSection:
     after: str = ""
 
 
-def sections(runs: Sequence[Named]) -> list[PageSection]:
+def sections(runs: Sequence[NamedRun]) -> list[PageSection]:
     """Return the sections of the page in order.
 
     Args:
@@ -51,7 +58,7 @@ def sections(runs: Sequence[Named]) -> list[PageSection]:
     for named in runs:
         seconds = named.run.columns.seconds
         spent.append([named.name, *map(seconds_text, [*findings.percentiles(seconds).values(), float(seconds.mean())])])
-    times = [charts.part_bars(runs)] + ([charts.parts_over_time(runs[0])] if single else [])
+    times = [charts.time_bars(runs)] + ([charts.time_over_steps(runs[0])] if single else [])
     return [
         PageSection("Course", (charts.course(runs),)),
         PageSection(
@@ -73,7 +80,7 @@ def sections(runs: Sequence[Named]) -> list[PageSection]:
     ]  # fmt: skip
 
 
-def page(runs: Sequence[Named]) -> str:
+def page(runs: Sequence[NamedRun]) -> str:
     """Return the text of the whole HTML file, which loads nothing from other files or the network.
 
     Args:
@@ -82,7 +89,7 @@ def page(runs: Sequence[Named]) -> str:
     parts = sections(runs)
     specs = {d.name: style.spec_of(d.chart) for part in parts for d in part.drawings if d.chart is not None}
     title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs compared"
-    body = [_top(runs)]
+    body = [_header(runs)]
     for part in parts:
         figures = "".join(map(_figure, part.drawings))
         body.append(f'<section><h2>{escape(part.title)}</h2><div class="charts">{figures}</div>{part.after}</section>')
@@ -101,15 +108,15 @@ def page(runs: Sequence[Named]) -> str:
         "STYLE": (here / "page.css").read_text(encoding="utf-8"),
         "BODY": "\n".join(body),
         "MADE": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "SPECS": _script_text(specs),
-        "SETTINGS": _script_text(settings),
+        "SPECS": _script_json(specs),
+        "SETTINGS": _script_json(settings),
         "SCRIPT": (here / "page.js").read_text(encoding="utf-8"),
         "VEGA": vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace("</script", "<\\/script"),
     }
     return re.sub("@@([A-Z]+)@@", lambda place: filled[place[1]], template)
 
 
-def write_page(runs: Sequence[Named], path: Path) -> int:
+def write_page(runs: Sequence[NamedRun], path: Path) -> int:
     """Write the page, replacing an earlier report but no other file.
 
     Args:
@@ -123,15 +130,15 @@ def write_page(runs: Sequence[Named], path: Path) -> int:
         InputError: The file cannot be written, or exists and is not a report.
     """
     text = page(runs).encode()
-    with reporting(f"page {path} cannot be written", "choose another --out"):
+    with reporting(f"page {path} cannot be written", "use another --out"):
         if path.exists() and MARK not in path.read_bytes()[:2000]:
-            raise InputError(f"page {path} is there already, and is no report; choose another --out")
+            raise InputError(f"page {path} already exists and is not a report; use another --out")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
     return len(text)
 
 
-def write_pictures(runs: Sequence[Named], folder: Path) -> list[Path]:
+def write_pictures(runs: Sequence[NamedRun], folder: Path) -> list[Path]:
     """Write every chart of a report as a PNG file.
 
     Args:
@@ -149,20 +156,20 @@ def write_pictures(runs: Sequence[Named], folder: Path) -> list[Path]:
         for drawing in section.drawings:
             if drawing.chart is None:
                 continue
-            spec: dict[str, Any] = style.painted(style.spec_of(drawing.chart), style.LIGHT)
+            spec: dict[str, Any] = style.paint(style.spec_of(drawing.chart), style.LIGHT)
             if spec.get("width") == "container":
                 spec["width"] = style.WIDTH
-            config = style.painted(style.theme(style.LIGHT), style.LIGHT)
+            config = style.paint(style.theme(style.LIGHT), style.LIGHT)
             data = vl_convert.vegalite_to_png(spec, config=config, scale=SCALE)
             path = folder / f"{drawing.name}.png"
-            with reporting(f"picture {path} cannot be written", "choose another --png"):
+            with reporting(f"picture {path} cannot be written", "use another --png"):
                 folder.mkdir(parents=True, exist_ok=True)
                 write_whole(path, data)
             paths.append(path)
     return paths
 
 
-def _script_text(value: Any) -> str:
+def _script_json(value: Any) -> str:
     """Return JSON that can be embedded in a script element."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
@@ -178,26 +185,26 @@ def _figure(drawing: Drawing) -> str:
     )
 
 
-def _top(runs: Sequence[Named]) -> str:
+def _header(runs: Sequence[NamedRun]) -> str:
     """Return the HTML above the charts: key figures and findings, and for several runs their differences first."""
     if len(runs) == 1:
         run = runs[0].run
         tiles = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in _tiles(run))
-        return f'<p class="sub">{escape(str(run.folder))}</p><dl class="tiles">{tiles}</dl>' + _found(run)
+        return f'<p class="sub">{escape(str(run.folder))}</p><dl class="tiles">{tiles}</dl>' + _findings_list(run)
     names = [named.name for named in runs]
     different = differing_settings(runs)
-    text = _table(["setting", *names], different) if different else "<p>Their configurations are the same.</p>"
+    text = _table(["setting", *names], different) if different else "<p>The configurations are the same.</p>"
     keys = _table(["", *names], key_figures(runs))
     folders = "".join(f"<li><b>{escape(n.name)}</b> {escape(str(n.run.folder))}</li>" for n in runs)
-    findings_html = "".join(f"<h3>{escape(n.name)}</h3>{_found(n.run)}" for n in runs)
+    findings_html = "".join(f"<h3>{escape(n.name)}</h3>{_findings_list(n.run)}" for n in runs)
     return (
-        f'<ul class="folders">{folders}</ul><section><h2>What their configurations differ in</h2>{text}</section>'
-        f"<section><h2>Key figures</h2><p>In brackets: the ratio to the first run. Memory is that of the rank which "
-        f"holds most.</p>{keys}</section><section><h2>Findings</h2>{findings_html}</section>"
+        f'<ul class="folders">{folders}</ul><section><h2>Differences between the configurations</h2>{text}</section>'
+        f"<section><h2>Key figures</h2><p>In brackets: the ratio to the first run. Memory is that of the rank "
+        f"with the most memory.</p>{keys}</section><section><h2>Findings</h2>{findings_html}</section>"
     )
 
 
-def _found(run: RunRecord) -> str:
+def _findings_list(run: RunRecord) -> str:
     sentences = findings.findings(run)
     return "<ul class=findings>" + "".join(f"<li>{escape(t)}</li>" for t in sentences) + "</ul>" if sentences else ""
 
@@ -219,11 +226,11 @@ def _tiles(run: RunRecord) -> list[tuple[str, str]]:
     return [(name, value) for name, value in tiles if value]
 
 
-def _traffic_table(named: Named, single: bool) -> str:
+def _traffic_table(named: NamedRun, single: bool) -> str:
     rows, expected = findings.traffic(named.run), findings.expected_traffic(named.run)
     if not rows:
         return ""
-    header = ["operation", "axis", "algorithm", "calls", "inside a node", "between nodes", "most of a rank"]
+    header = ["operation", "axis", "algorithm", "calls", "inside a node", "between nodes", "largest rank"]
     cells = [
         [row.operation, row.axis, row.algorithm, f"{row.calls:,.3g}",
          *map(style.bytes_text, (row.inside, row.between, row.most))]
@@ -233,12 +240,12 @@ def _traffic_table(named: Named, single: bool) -> str:
         of = [row for row in rows if axis_of(row.axis) == axis]
         formula = f"{style.bytes_text(expected[axis])} by formula" if axis in expected else ""
         sums = map(style.bytes_text, findings.sent_along(named.run, axis))
-        cells.append([f"all along {axis}", axis, "", f"{sum(row.calls for row in of):,.3g}", *sums, formula])
+        cells.append([f"total along {axis}", axis, "", f"{sum(row.calls for row in of):,.3g}", *sums, formula])
     title = "" if single else f"<h3>{escape(named.name)}</h3>"
-    return f"{title}<p>Calls and bytes sent, a step and rank, as means over the ranks:</p>" + _table(header, cells)
+    return f"{title}<p>Calls and bytes sent per step, as means over the ranks:</p>" + _table(header, cells)
 
 
-def _facts(runs: Sequence[Named]) -> str:
+def _facts(runs: Sequence[NamedRun]) -> str:
     """Return the HTML with machine, versions and configuration of each run."""
     parts = []
     for named in runs:
@@ -251,13 +258,13 @@ def _facts(runs: Sequence[Named]) -> str:
 _FACTS = {
     "version": "mpitrain", "torch": "torch", "mpi": "MPI", "python": "Python", "model": "model",
     "parameters": "parameters", "precision": "precision", "parallel": "parallel", "ranks": "ranks", "nodes": "nodes",
-    "hosts": "hosts", "threads": "threads of a rank", "device": "device", "cpu": "processor", "cores": "cores",
+    "hosts": "hosts", "threads": "threads per rank", "device": "device", "cpu": "processor", "cores": "cores",
 }  # fmt: skip
 
 
 def _machine(facts: Mapping[str, Any]) -> str:
     if not facts:
-        return '<p class="missing">The run wrote no events (events.jsonl), which tell of the machine and versions.</p>'
+        return '<p class="missing">The machine and the versions are unknown, because the run has no events.jsonl.</p>'
     rows = []
     for key, name in _FACTS.items():
         value = facts.get(key)
@@ -270,11 +277,11 @@ def _machine(facts: Mapping[str, Any]) -> str:
 
 def _configuration(config: Mapping[str, Any]) -> str:
     if not config:
-        return '<p class="missing">The run folder has no configuration (config.toml) that can be read.</p>'
-    rows = [[name, spelled(value), spelled(default)] for name, (value, default) in changed_settings(config).items()]
-    everything = [[name, spelled(value)] for name, value in flat(config).items()]
+        return '<p class="missing">The configuration of the run (config.toml) is missing or cannot be read.</p>'
+    rows = [[name, toml_text(value), toml_text(default)] for name, (value, default) in changed_settings(config).items()]
+    everything = [[name, toml_text(value)] for name, value in flatten(config).items()]
     return (
-        f"<details><summary>Configuration: {len(rows)} settings that are not at their defaults</summary>"
+        f"<details><summary>Configuration: {len(rows)} settings that differ from their defaults</summary>"
         + _table(["setting", "value", "default"], rows)
         + f"<details><summary>All {len(everything)} settings</summary>"
         + _table(["setting", "value"], everything)

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from mpitrain.config.toml_file import read_toml
 from mpitrain.errors import InputError
 from mpitrain.monitor.json_lines import RankLine, RankStart, rank_line, read_lines
-from mpitrain.monitor.parts import PARTS
+from mpitrain.monitor.parts import TIME_CATEGORIES
 from mpitrain.monitor.run_files import SERVER, rank_name, read_events, step_lines
 from mpitrain.storage.disk import reporting
 from mpitrain.storage.run_folder import CONFIG, RANKS, rank_paths
 
 Column = NDArray[np.float64]
-OWN = ("data", "forward", "backward", "optimizer")  # parts of a step in which a rank does not wait for others
+BUSY = ("data", "forward", "backward", "optimizer")  # time categories without waiting for other ranks
 CATEGORIES = ("parameters", "gradients", "states", "activations", "buffers", "other")
 EVENTS = ("start", "save", "evaluate", "lost", "stop", "end")
 
@@ -64,20 +64,20 @@ class StepColumns:
 
 
 @dataclass(frozen=True)
-class Moment:
+class RunEvent:
     """Event of a run, from a line of events.jsonl.
 
     Attributes:
         time: Time in unix seconds.
         kind: Kind of event, one of `EVENTS`.
         step: Number of steps done.
-        told: Further values of the line.
+        details: Further values of the line.
     """
 
     time: float
     kind: str
     step: int
-    told: Mapping[str, Any]
+    details: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class MeasuredRank:
         header: First line of that job in the rank's file.
         step: Last step of each group.
         steps: Number of steps in each group.
-        seconds: Sum over each group, by part of a step; see `PARTS`.
+        seconds: Sum over each group, by time category; see `TIME_CATEGORIES`.
         memory: Bytes at the end of each group, by category and for host and device; NaN if not measured.
         sent: Calls, bytes to the same node and bytes to other nodes, by operation, axis and algorithm.
         signs: For each job of the rank: begin and last line in unix seconds, and steps done.
@@ -149,7 +149,7 @@ class RunRecord:
     Attributes:
         folder: Path of the run folder.
         columns: Values of the steps.
-        moments: Events; empty if the run wrote none.
+        events: Events; empty if the run wrote none.
         starts: Jobs that worked in the folder, according to the events.
         ranks: Measurements of each rank of the last job.
         config: Resolved settings, nested; empty if they cannot be read.
@@ -158,7 +158,7 @@ class RunRecord:
 
     folder: Path
     columns: StepColumns
-    moments: tuple[Moment, ...]
+    events: tuple[RunEvent, ...]
     starts: tuple[StartRecord, ...]
     ranks: tuple[MeasuredRank, ...]
     config: Mapping[str, Any]
@@ -172,7 +172,7 @@ class RunRecord:
 
 MOST_ROWS = 300  # largest number of groups of a rank; more rows are combined
 MEMORY = (*CATEGORIES, "host", "device")
-_RUNNING = 60.0  # seconds without a sign, after which a job without an end counts as killed
+_SILENCE = 60.0  # seconds without a sign, after which a job without an end counts as killed
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -185,16 +185,16 @@ def read_run(folder: Path) -> RunRecord:
         InputError: The run has no finished step, or a file is damaged.
     """
     columns = _read_columns(folder)
-    events = (line for line in read_events(folder) if line["event"] in EVENTS)
-    moments = tuple(Moment(line.pop("time"), line.pop("event"), line.pop("step"), line) for line in events)
+    lines = (line for line in read_events(folder) if line["event"] in EVENTS)
+    events = tuple(RunEvent(line.pop("time"), line.pop("event"), line.pop("step"), line) for line in lines)
     ranks = _read_ranks(folder / RANKS)
-    starts = _starts(moments, columns, ranks, time.time())
+    starts = _starts(events, columns, ranks, time.time())
     facts = starts[-1].facts if starts else {}
     try:
         config = read_toml(str(folder / CONFIG))
     except InputError:
         config = facts.get("config") or {}
-    return RunRecord(folder, columns, moments, starts, ranks, config, facts)
+    return RunRecord(folder, columns, events, starts, ranks, config, facts)
 
 
 def _read_columns(folder: Path) -> StepColumns:
@@ -208,7 +208,7 @@ def _read_columns(folder: Path) -> StepColumns:
 
 
 def _read_ranks(folder: Path) -> tuple[MeasuredRank, ...]:
-    with reporting(f"{folder} cannot be read", "give a run folder you may read"):
+    with reporting(f"{folder} cannot be read", "use a run folder that you may read"):
         paths = rank_paths(folder, "jsonl")
     ranks = [rank for path in paths if (rank := _read_rank(path)) is not None]
     if not ranks:
@@ -232,15 +232,17 @@ def _read_rank(path: Path) -> MeasuredRank | None:
     if not measured:
         return None
     signs = tuple((first.start, rows[-1].time, rows[-1].step) for first, rows in measured)
-    return _reduced(*measured[-1], signs)
+    return _combine_rows(*measured[-1], signs)
 
 
-def _reduced(header: RankStart, rows: list[RankLine], signs: tuple[tuple[float, float, int], ...]) -> MeasuredRank:
+def _combine_rows(header: RankStart, rows: list[RankLine], signs: tuple[tuple[float, float, int], ...]) -> MeasuredRank:
     """Return the rows as at most `MOST_ROWS` groups, each with summed seconds and the largest memory."""
     cuts = np.linspace(0, len(rows), min(len(rows), MOST_ROWS) + 1).astype(int)[:-1]
     steps = np.add.reduceat(np.array([row.steps for row in rows], dtype=np.float64), cuts)
     last = np.array([row.step for row in rows], dtype=np.float64)[np.append(cuts[1:], len(rows)) - 1]
-    seconds = {part: np.add.reduceat(np.array([row.seconds.get(part, 0.0) for row in rows]), cuts) for part in PARTS}
+    seconds = {
+        name: np.add.reduceat(np.array([row.seconds.get(name, 0.0) for row in rows]), cuts) for name in TIME_CATEGORIES
+    }
     memory = {
         name: np.fmax.reduceat(np.array([(row.memory or {}).get(name, math.nan) for row in rows]), cuts)
         for name in MEMORY
@@ -254,34 +256,34 @@ def _reduced(header: RankStart, rows: list[RankLine], signs: tuple[tuple[float, 
 
 
 def _starts(
-    moments: tuple[Moment, ...], columns: StepColumns, ranks: tuple[MeasuredRank, ...], now: float
+    events: tuple[RunEvent, ...], columns: StepColumns, ranks: tuple[MeasuredRank, ...], now: float
 ) -> tuple[StartRecord, ...]:
     """Return the jobs of a run from their start and end events.
 
     A job without an end event counts as running if it wrote a line within the last minute, and as killed otherwise.
     """
-    begins = [i for i, moment in enumerate(moments) if moment.kind == "start"]
+    begins = [i for i, moment in enumerate(events) if moment.kind == "start"]
     starts = []
-    for number, (i, after) in enumerate(pairwise([*begins, len(moments)]), 1):
-        begin, events = moments[i], moments[i + 1 : after]
-        limit = moments[after].time if after < len(moments) else math.inf
-        ends = [m for m in events if m.kind == "end"]
+    for number, (i, after) in enumerate(pairwise([*begins, len(events)]), 1):
+        begin, others = events[i], events[i + 1 : after]
+        limit = events[after].time if after < len(events) else math.inf
+        ends = [m for m in others if m.kind == "end"]
         steps = (columns.time >= begin.time) & (columns.time <= limit)  # NaN satisfies neither comparison
-        signs = [begin.time, *(m.time for m in events), *columns.time[steps][-1:].tolist()]
-        steps_done = [begin.step, *(m.step for m in events), *columns.step[steps][-1:].astype(int).tolist()]
+        signs = [begin.time, *(m.time for m in others), *columns.time[steps][-1:].tolist()]
+        steps_done = [begin.step, *(m.step for m in others), *columns.step[steps][-1:].astype(int).tolist()]
         for _, sign_time, step in (sign for rank in ranks for sign in rank.signs):
             if begin.time <= sign_time <= limit:
                 signs.append(sign_time)
                 steps_done.append(step)
-        outcome, message = "killed", "the job ended without a word"
+        outcome, message = "killed", "the job ended without an end event"
         if ends:
-            outcome = str(ends[-1].told.get("outcome", "done"))
-            message = str(ends[-1].told.get("message") or "")
-        elif limit == math.inf and now - max(signs) < _RUNNING:
-            outcome, message = "running", "still at work as this was read"
+            outcome = str(ends[-1].details.get("outcome", "done"))
+            message = str(ends[-1].details.get("message") or "")
+        elif limit == math.inf and now - max(signs) < _SILENCE:
+            outcome, message = "running", "the job was still running when this report was made"
         end = ends[-1].time if ends else max(signs)
-        size = begin.told.get("ranks") or 0
+        size = begin.details.get("ranks") or 0
         starts.append(
-            StartRecord(number, begin.time, end, size, begin.step, max(steps_done), outcome, message, begin.told)
+            StartRecord(number, begin.time, end, size, begin.step, max(steps_done), outcome, message, begin.details)
         )
     return tuple(starts)

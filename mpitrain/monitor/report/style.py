@@ -29,7 +29,7 @@ DARK = {
 }  # fmt: skip
 RUN_COLOURS = ("@blue", "@red", "@green", "@purple", "@orange", "@sky", "@grey")
 RUN_DASHES = ([1, 0], [7, 3], [2, 2], [9, 3, 2, 3], [4, 4], [12, 4], [1, 3])
-PART_COLOURS = {
+TIME_COLOURS = {
     "data": "@orange", "forward": "@sky", "backward": "@blue", "communication": "@red", "optimizer": "@green",
     "evaluation": "@yellow", "checkpoint": "@purple", "other": "@grey",
 }  # fmt: skip
@@ -89,7 +89,7 @@ def theme(colours: Mapping[str, str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def painted(node: Any, colours: Mapping[str, str]) -> Any:
+def paint(node: Any, colours: Mapping[str, str]) -> Any:
     """Return a chart, or a part of it, with names of colours replaced by the colours of a theme.
 
     Args:
@@ -97,10 +97,10 @@ def painted(node: Any, colours: Mapping[str, str]) -> Any:
         colours: Hexadecimal colours by name.
     """
     if isinstance(node, Mapping):
-        return {key: painted(value, colours) if key not in FOREIGN else value for key, value in node.items()}
+        return {key: paint(value, colours) if key not in FOREIGN else value for key, value in node.items()}
     if isinstance(node, str):
         return colours.get(node[1:], node) if node.startswith("@") else node
-    return [painted(part, colours) for part in node] if isinstance(node, (list, tuple)) else node
+    return [paint(part, colours) for part in node] if isinstance(node, (list, tuple)) else node
 
 
 def records(**columns: Any) -> list[dict[str, Any]]:
@@ -162,7 +162,7 @@ def palette(field: str, title: str, colours: Mapping[str, str], rows: Sequence[M
     return alt.Color(f"{field}:N", title=title, scale=alt.Scale(domain=names, range=[colours[name] for name in names]))
 
 
-def framed(chart: alt.Chart | alt.LayerChart, title: str, height: int = HEIGHT) -> Any:
+def frame(chart: alt.Chart | alt.LayerChart, title: str, height: int = HEIGHT) -> Any:
     """Return a chart with a title that is as wide as the page.
 
     Args:
@@ -201,7 +201,7 @@ def bars(
     tooltips = ["bar:N", *tooltip, f"{field}:N", alt.Tooltip("sum(value):Q", title=name, format=",.3f")]
     chart = alt.Chart(data(rows)).mark_bar(stroke="@paper", strokeWidth=0.5)
     chart = chart.encode(x=x, y=y, color=colour, order=alt.Order("order:Q"), tooltip=tooltips, **channels)
-    return framed(chart, title, each * len(names) + 8)
+    return frame(chart, title, each * len(names) + 8)
 
 
 def run_colour(names: Sequence[str], title: str = "run") -> alt.Color:

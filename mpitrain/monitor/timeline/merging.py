@@ -5,9 +5,9 @@
 This module needs neither MPI nor torch.
 
 The trace uses the Trace Event Format, which ui.perfetto.dev and chrome://tracing open. A process of the trace is a
-rank. Its threads are main (steps, parts, modules), communication (more than one if operations overlap), pipeline and,
-on an accelerator, host (the time at which the host launched a module's work). All events with a duration are complete
-events ("X"); times are microseconds since the first event.
+rank. Its threads are main (steps, time categories, modules), communication (more than one if operations overlap),
+pipeline and, on an accelerator, host (the time at which the host launched a module's work). All events with a duration
+are complete events ("X"); times are microseconds since the first event.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpitrain.storage.run_folder import TIMELINE, rank_paths
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergedTimeline:
     """Result of `merge`.
 
     Attributes:
@@ -41,7 +41,7 @@ class Merged:
     note: str
 
 
-def merge(folder: Path) -> Merged:
+def merge(folder: Path) -> MergedTimeline:
     """Merge the files of all ranks into one timeline.
 
     Args:
@@ -50,12 +50,12 @@ def merge(folder: Path) -> Merged:
     Raises:
         InputError: The folder has no such files, or the results cannot be written.
     """
-    with refusing(f"{folder} has a recording that is damaged", "record the steps again"):
+    with refusing(f"{folder} contains a damaged recording", "record the steps again"):
         ranks = timelines(read_ranks(folder))
         summary = summarize(ranks)
         texts = json.dumps(trace_of(ranks), separators=(",", ":")), json.dumps(summary, indent=1) + "\n"
     trace, path = folder / "trace.json", folder / "summary.json"
-    with reporting(f"{folder} cannot be written", "make room"):
+    with reporting(f"{folder} cannot be written", "free some space"):
         write_whole(trace, texts[0])
         write_whole(path, texts[1])
     picture, note = folder / "timeline.png", ""
@@ -66,7 +66,7 @@ def merge(folder: Path) -> Merged:
         note = f'no picture was drawn ({error}); pip install "mpitrain[monitor]"'
     except OSError as error:
         note = f"no picture was drawn ({reason(error)})"
-    return Merged(trace, summary, None if note else picture, note)
+    return MergedTimeline(trace, summary, None if note else picture, note)
 
 
 def recordings(run: Path) -> list[Path]:
@@ -78,7 +78,7 @@ def recordings(run: Path) -> list[Path]:
 
 def timelines(recorded: Sequence[dict[str, Any]]) -> list[RankTimeline]:
     """Return the recordings of all ranks, converted to seconds of rank 0's clock."""
-    clocks = [corrected(each["offsets"]) for each in recorded]
+    clocks = [clock_correction(each["offsets"]) for each in recorded]
     arrivals: dict[
         tuple[str, int], tuple[float, int]
     ] = {}  # begin of the last rank's operation, and that rank, by key and sequence
@@ -90,7 +90,7 @@ def timelines(recorded: Sequence[dict[str, Any]]) -> list[RankTimeline]:
     return [_timeline(each, clock, arrivals) for each, clock in zip(recorded, clocks, strict=True)]
 
 
-def corrected(offsets: Sequence[Sequence[float]]) -> Callable[[float], float]:
+def clock_correction(offsets: Sequence[Sequence[float]]) -> Callable[[float], float]:
     """Return a function that converts a rank's time to rank 0's, by linear interpolation between its clock offsets.
 
     The line passes through the first and the last offset; a single offset is constant.
@@ -114,14 +114,14 @@ def _timeline(
         )
     return RankTimeline(
         recorded,
-        [(number, clock(begin), clock(end), parts) for number, begin, end, parts in recorded["steps"]],
+        [(number, clock(begin), clock(end), times) for number, begin, end, times in recorded["steps"]],
         [TimedSpan(kind, name, clock(b), clock(e), more) for kind, name, b, e, more in recorded["spans"]],
         operations,
         [(clock(at), figures) for at, figures in recorded["memory"]],
     )
 
 
-def told(merged: Merged) -> list[str]:
+def describe(merged: MergedTimeline) -> list[str]:
     """Return lines of text about a merged timeline."""
     share = merged.summary["communication_under_backward_share"]
     seconds, servers = merged.summary["communication_s"], merged.summary["servers"]
@@ -129,18 +129,20 @@ def told(merged: Merged) -> list[str]:
     under = f"{share:.1%} of {seconds:.3g} s of communication ({who})" if share is not None else "no communication"
     lines = [f"timeline: {merged.trace} (open it at https://ui.perfetto.dev)"]
     lines.append(f"timeline: {merged.picture}" if merged.picture else f"timeline: {merged.note}")
-    lines.append(f"timeline: {under} lay under backward")
+    lines.append(f"timeline: {under} hidden behind backward")
     for late in merged.summary["stragglers"][:3]:
-        lines.append(f"timeline: the others waited {late['others_waited_s']:.3g} s each for rank {late['rank']}")
+        lines.append(f"timeline: each other rank waited {late['others_waited_s']:.3g} s for rank {late['rank']}")
     if servers:
-        lines.append(f"timeline: not compared with others, as they only serve: ranks {', '.join(map(str, servers))}")
+        lines.append(
+            f"timeline: servers, which are not compared with other ranks: ranks {', '.join(map(str, servers))}"
+        )
     if missing := merged.summary["missing_ranks"]:
-        lines.append(f"timeline: nothing is there of ranks {', '.join(map(str, missing))}")
+        lines.append(f"timeline: no recording of ranks {', '.join(map(str, missing))}")
     return lines
 
 
 Interval = tuple[float, float]
-_LATE = 0.05  # share of the time of the recorded steps; a rank for which the others wait longer is a straggler
+_STRAGGLER_SHARE = 0.05  # of the recorded time; a rank for which the others wait longer is a straggler
 
 
 def summarize(ranks: Sequence[RankTimeline]) -> dict[str, Any]:
@@ -175,8 +177,8 @@ def summarize(ranks: Sequence[RankTimeline]) -> dict[str, Any]:
                 "spans_left_out": timeline.recorded.get("left_out", 0),
                 "modules_to_depth": timeline.recorded.get("depth"),
                 "steps": [
-                    {"step": number, "seconds": end - begin, "parts": parts}
-                    for number, begin, end, parts in timeline.steps
+                    {"step": number, "seconds": end - begin, "parts": times}
+                    for number, begin, end, times in timeline.steps
                 ],
             }
             for timeline, under, time in zip(ranks, hidden, total, strict=True)
@@ -190,15 +192,17 @@ def hidden_under_backward(timeline: RankTimeline) -> float:
     The main thread's waits in backward are known only as a sum. The part of the sum that it did not spend in its own
     operations was spent waiting for background operations.
     """
-    backward = joined((s.begin, s.end) for s in timeline.spans if s.kind == "part" and s.name == "backward")
+    backward = merge_intervals((s.begin, s.end) for s in timeline.spans if s.kind == "part" and s.name == "backward")
     aside = [(one.begin, one.end) for one in timeline.operations if one.background]
-    foreground = common(backward, joined((one.begin, one.end) for one in timeline.operations if not one.background))
+    foreground = intersect(
+        backward, merge_intervals((one.begin, one.end) for one in timeline.operations if not one.background)
+    )
     waited = timeline.recorded["waited"].get("backward", 0.0) - sum(end - begin for begin, end in foreground)
     under = sum(overlap(backward, [one]) - overlap(foreground, [one]) for one in aside)
     return max(0.0, under - max(0.0, waited))
 
 
-def joined(intervals: Iterable[Interval]) -> list[Interval]:
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the union of intervals, in order and without overlaps."""
     union: list[Interval] = []
     for begin, end in sorted(intervals):
@@ -216,10 +220,10 @@ def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
         first: Intervals in order and without overlaps.
         second: Intervals in order and without overlaps.
     """
-    return sum(end - begin for begin, end in common(first, second))
+    return sum(end - begin for begin, end in intersect(first, second))
 
 
-def common(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+def intersect(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
     """Return the intersection of two lists of intervals.
 
     Args:
@@ -269,7 +273,7 @@ def _stragglers(ranks: Sequence[RankTimeline]) -> list[dict[str, Any]]:
             if one.last != timeline.rank and one.last in workers:
                 caused[one.last] = caused.get(one.last, 0.0) + one.wait
     others = max(1, len(ranks) - 1)
-    most = _LATE * sum(steps) / max(1, len(ranks))  # share of the recorded time of a rank
+    most = _STRAGGLER_SHARE * sum(steps) / max(1, len(ranks))  # share of the recorded time of a rank
     late = [(seconds / others, rank) for rank, seconds in caused.items() if steps and seconds / others > most]
     return [{"rank": rank, "others_waited_s": seconds} for seconds, rank in sorted(late, reverse=True)]
 
@@ -297,12 +301,12 @@ class _RankEvents:
     def events(self) -> Iterator[Event]:
         """Yield all events, with the names of the process and the main thread first."""
         recorded = self._timeline.recorded
-        yield self._named("process_name", _MAIN, name=f"{self._timeline.name} ({recorded['host']})")
-        yield self._named("process_sort_index", _MAIN, sort_index=self._timeline.rank)
+        yield self._thread_name("process_name", _MAIN, name=f"{self._timeline.name} ({recorded['host']})")
+        yield self._thread_name("process_sort_index", _MAIN, sort_index=self._timeline.rank)
         main = "main" if recorded["device"] == "cpu" else f"main ({recorded['device']})"
-        yield self._named("thread_name", _MAIN, name=main)
-        for number, begin, end, parts in self._timeline.steps:
-            arguments = {f"{part}_ms": round(seconds * 1e3, 4) for part, seconds in parts.items()}
+        yield self._thread_name("thread_name", _MAIN, name=main)
+        for number, begin, end, times in self._timeline.steps:
+            arguments = {f"{name}_ms": round(seconds * 1e3, 4) for name, seconds in times.items()}
             yield self._complete(f"step {number}", "step", _MAIN, begin, end, arguments)
         yield from self._spans()
         yield from self._operations()
@@ -326,7 +330,7 @@ class _RankEvents:
             yield self._complete(span.name + direction, span.kind, thread, span.begin, span.end, arguments)
         for thread, name in ((_PIPELINE, "pipeline"), (_HOST, "host")):
             if thread in threads:
-                yield self._named("thread_name", thread, name=name)
+                yield self._thread_name("thread_name", thread, name=name)
 
     def _operations(self) -> Iterator[Event]:
         free: list[float] = []  # time until which each thread is occupied
@@ -335,7 +339,7 @@ class _RankEvents:
             if lane == len(free):
                 free.append(0.0)
                 name = "communication" if lane == 0 else f"communication {lane + 1}"
-                yield self._named("thread_name", _COMMUNICATION + lane, name=name)
+                yield self._thread_name("thread_name", _COMMUNICATION + lane, name=name)
             free[lane], thread = one.end, _COMMUNICATION + lane
             arguments = {
                 "operation": one.operation,
@@ -354,16 +358,18 @@ class _RankEvents:
                 name = f"wait for rank {one.last}"
                 yield self._complete(name, "wait", thread, one.begin, one.begin + one.wait, {"last_rank": one.last})
 
-    def _complete(self, name: str, kind: str, thread: int, begin: float, end: float, told: dict[str, Any]) -> Event:
+    def _complete(
+        self, name: str, kind: str, thread: int, begin: float, end: float, arguments: dict[str, Any]
+    ) -> Event:
         first, last = (
             self._nanoseconds(begin),
             self._nanoseconds(end),
         )  # both ends are rounded, so that nested events stay nested
         event = self._event(name, "X", thread, first, cat=kind, dur=max(0, last - first) / 1e3)
-        return event | ({"args": told} if told else {})
+        return event | ({"args": arguments} if arguments else {})
 
-    def _named(self, what: str, thread: int, **told: object) -> Event:
-        return self._event(what, "M", thread, 0, args=told)
+    def _thread_name(self, what: str, thread: int, **arguments: object) -> Event:
+        return self._event(what, "M", thread, 0, args=arguments)
 
     def _event(self, name: str, phase: str, thread: int, nanoseconds: int, **more: Any) -> Event:
         return {"name": name, "ph": phase, "ts": nanoseconds / 1e3, "pid": self._timeline.rank, "tid": thread} | more
@@ -372,7 +378,7 @@ class _RankEvents:
         return round((at - self._origin) * 1e9)
 
 
-# -- the picture: a row for each rank, time from left to right, one of Okabe and Ito's colours for each part
+# -- the picture: a row for each rank, time from left to right, one of Okabe and Ito's colours for each time category
 
 
 _COLOURS = {
@@ -385,7 +391,7 @@ _COLOURS = {
 }
 _OPERATION, _WAIT = "#E69F00", "#D55E00"
 _MOST_ROWS = 32  # ranks that are drawn
-_LABEL = 0.04  # share of the width that the name of a step takes
+_LONGEST_LABEL = 0.04  # share of the width that the name of a step takes
 _MOST_BARS = 20_000  # of each kind and rank
 
 
@@ -430,21 +436,21 @@ def _draw(ranks: Sequence[RankTimeline], summary: dict[str, Any], path: Path) ->
     for number, begin in ((step[0], (step[1] - origin) * factor) for step in shown[0].steps):
         axes.axvline(begin, color="black", linewidth=0.6, alpha=0.5)
         if begin >= free:
-            free = begin + _LABEL * longest * factor
+            free = begin + _LONGEST_LABEL * longest * factor
             axes.annotate(f" step {number}", (begin, -0.52), fontsize=8, va="bottom", ha="left", annotation_clip=False)
     axes.set_yticks(range(len(shown)), [timeline.name for timeline in shown])
     axes.set_ylim(len(shown) - 0.5, -0.55)
     axes.set_xlim(0.0, longest * factor or 1.0)
     axes.set_xlabel(
-        f"time since the begin of step {shown[0].steps[0][0] if shown[0].steps else 0} on rank 0's clock [{unit}]"
+        f"time since the beginning of step {shown[0].steps[0][0] if shown[0].steps else 0} on rank 0's clock [{unit}]"
     )
     axes.spines[["top", "right"]].set_visible(False)
     patches = [Patch(color=colour, label=name) for name, colour in colours.items()]
     patches.append(Patch(color=_OPERATION, label="communication"))
-    patches.append(Patch(color=_WAIT, label="of it, wait for the last rank"))
+    patches.append(Patch(color=_WAIT, label="of which waiting for the last rank"))
     figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), frameon=False, fontsize=9)
     share = summary["communication_under_backward_share"]
-    text = "no communication" if share is None else f"{share:.0%} of communication lay under backward"
+    text = "no communication" if share is None else f"{share:.0%} of communication hidden behind backward"
     more = f", the first {_MOST_ROWS} of {len(ranks)} ranks" if len(ranks) > _MOST_ROWS else ""
     axes.set_title(f"above: the main thread; below: communication ({text}{more})", fontsize=10, loc="left", pad=16)
     figure.savefig(path, dpi=120, format="png")

@@ -5,13 +5,13 @@ RUN/timeline/steps-A-B/rank-00003.json, with times in seconds of the rank's own 
     {"token": of the recording, "rank": 3, "world_size": 8, "role": "worker", "host": "n0", "node": 0, "device": "cpu",
      "unix": t,
      "offsets": [[at, seconds, within], ...]   seconds to add to the rank's time to get rank 0's, with largest error
-     "steps": [[number, begin, end, {part: seconds}], ...],
+     "steps": [[number, begin, end, {time category: seconds}], ...],
      "spans": [[kind, name, begin, end, {...}], ...],
      "communication": [[operation, axis, algorithm, inside, between, begin, end, background, key, sequence], ...],
-     "waited": {part: seconds that the main thread waited for other ranks in it},
+     "waited": {time category: seconds that the main thread waited for other ranks in it},
      "memory": [[at, {category: bytes}], ...]}
 
-The kinds of spans are part, forward and backward (of a module), and action (of a pipeline).
+The kinds of spans are part (a time category), forward and backward (of a module), and action (of a pipeline).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpitrain.monitor.run_files import SERVER, rank_name
 from mpitrain.storage.disk import read_plain, reason, write_whole
 from mpitrain.storage.run_folder import TIMELINE, rank_path, rank_paths, report_unwritable
 
-_NOTHING: dict[str, Any] = {}
+_NO_ARGUMENTS: dict[str, Any] = {}
 _LARGEST = 4 << 30  # largest size in bytes of a rank's file
 _MOST = 2_000_000  # largest number of spans that are recorded
 _MOST_RANKS = 1 << 24
@@ -40,9 +40,9 @@ class Spans:
     """Recorder of spans: the listener of a `StepClock`, which also records modules and pipeline actions.
 
     Attributes:
-        waited: Seconds that the main thread waited for other ranks, by part.
-        left_out: Number of spans that were dropped because the recording was full.
-        after_backward: Function that is called with the end of each backward part.
+        waited: Seconds that the main thread waited for other ranks, by time category.
+        dropped: Number of spans that were dropped because the recording was full.
+        after_backward: Function that is called with the end of each backward.
     """
 
     def __init__(self) -> None:
@@ -52,22 +52,22 @@ class Spans:
         ] = []  # alternating direction and name: an object per span would trigger the garbage collector
         self._times = array("d")  # alternating begin and end
         self.waited: dict[str, float] = {}
-        self.left_out = 0
+        self.dropped = 0
         self.after_backward: Callable[[float], None] = lambda end: None
 
-    def part(self, name: str, begin: float, end: float, waited: float) -> None:
-        """Record a part of a step that has ended.
+    def add_category(self, name: str, begin: float, end: float, waited: float) -> None:
+        """Record time of a category that has ended.
 
         Args:
-            name: Name of the part.
+            name: Name of the time category.
             begin: Begin in seconds of `time.perf_counter()`.
             end: End on the same clock.
-            waited: Seconds waited for other ranks, including nested parts.
+            waited: Seconds waited for other ranks, including nested categories.
         """
         if name == "backward":
             self.after_backward(end)
         self.waited[name] = self.waited.get(name, 0.0) + waited
-        self._keep(("part", name, begin, end, {"waited": waited}))
+        self._add(("part", name, begin, end, {"waited": waited}))
 
     def action(self, kind: str, stage: int, microbatch: int, begin: float, end: float) -> None:
         """Record a pipeline action that has ended.
@@ -79,7 +79,7 @@ class Spans:
             begin: Begin on the host, in seconds of `time.perf_counter()`.
             end: End on the same clock.
         """
-        self._keep(("action", kind, begin, end, {"stage": stage, "microbatch": microbatch}))
+        self._add(("action", kind, begin, end, {"stage": stage, "microbatch": microbatch}))
 
     def module(self, name: str, direction: str, begin: float, end: float) -> None:
         """Record a call of a module, or its backward, that has ended.
@@ -95,19 +95,19 @@ class Spans:
             self._times.append(begin)
             self._times.append(end)
         else:
-            self.left_out += 1
+            self.dropped += 1
 
     def all(self) -> list[Span]:
         """Return all spans, with those of modules last."""
         names, times = self._modules, self._times
-        modules = [(names[n], names[n + 1], times[n], times[n + 1], _NOTHING) for n in range(0, len(names), 2)]
+        modules = [(names[n], names[n + 1], times[n], times[n + 1], _NO_ARGUMENTS) for n in range(0, len(names), 2)]
         return self._spans + modules
 
-    def _keep(self, span: Span) -> None:
+    def _add(self, span: Span) -> None:
         if len(self._spans) < _MOST:
             self._spans.append(span)
         else:
-            self.left_out += 1
+            self.dropped += 1
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,8 @@ class RankTimeline:
 
     Attributes:
         recorded: Content of the rank's file.
-        steps: Number, begin, end and seconds by part of each step.
-        spans: Parts, modules and pipeline actions.
+        steps: Number, begin, end and seconds by time category of each step.
+        spans: Time categories, modules and pipeline actions.
         operations: Communication operations.
         memory: Time and bytes by category of each measurement.
     """
@@ -216,16 +216,16 @@ def read_ranks(folder: Path) -> list[dict[str, Any]]:
     for path in rank_paths(folder, "json"):
         try:
             recording = json.loads(read_plain(path, _LARGEST))
-            if not _whole(recording):
+            if not _is_valid(recording):
                 raise ValueError
         except OSError as error:
             raise InputError(f"{path} cannot be read ({reason(error)})") from None
         except (ValueError, RecursionError):
-            raise InputError(f"{path} is no recording of a rank; remove it, and record the steps again") from None
+            raise InputError(f"{path} is not a recording of a rank; remove it and record the steps again") from None
         if not recordings or recording["token"] == recordings[0]["token"]:
             recordings.append(recording)
     if not recordings:
-        raise InputError(f"{folder} has no recording of a rank; give a folder that monitor.timeline made")
+        raise InputError(f"{folder} has no recording of a rank; use a folder written by monitor.timeline")
     return recordings
 
 
@@ -239,7 +239,7 @@ _KEYS = {
 _ROWS: Sequence[tuple[str, int]] = (("offsets", 3), ("steps", 4), ("spans", 5), ("communication", 10), ("memory", 2))
 
 
-def _whole(recording: Any) -> bool:
+def _is_valid(recording: Any) -> bool:
     if not isinstance(recording, dict):
         return False
     if any(not isinstance(recording.get(key), kind) for kind, keys in _KEYS.items() for key in keys):  # type: ignore[arg-type]

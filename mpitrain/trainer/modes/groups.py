@@ -145,7 +145,7 @@ class LocalEngine(Engine):
         super().__init__(module, *rest, division=division, **more)
         self._world, self.grouping, self.is_joint = world, grouping, False
         self._prefix = f"{REPLICA}{grouping.number}/"
-        self.cut = any(other.size > 1 for other in division.others.values())
+        self.cut = any(other.size > 1 for other in division.model_axes.values())
         place = self._require_equal_division(division)
         self.meeting, self._peers = (world.split(place, grouping.number, label=n) for n in ("meeting", "peers"))
         self._holders = self.sharding.replicas if self.sharding.stage.states else self.comm
@@ -176,7 +176,7 @@ class LocalEngine(Engine):
         names = {p: name for name, p in self.module.named_parameters()}
         contents = [(names[p], lo, hi, at) for f in sharding.flat_parameters for p, lo, hi, at in f.contents]
         replica = sharding.replicas.rank if sharding.replicas is not None else 0
-        place = [*(other.rank for other in division.others.values()), sharding.shard.rank, replica]
+        place = [*(other.rank for other in division.model_axes.values()), sharding.shard.rank, replica]
         mine = [self.grouping.number, place, sharding.shard.size, zlib.crc32(repr(contents).encode())]
         everyone = self._world.all_gather_object(mine)
         groups = [

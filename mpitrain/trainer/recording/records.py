@@ -39,10 +39,10 @@ from mpitrain.layout.mesh import LAYERS, PARTS
 from mpitrain.monitor import MetricsWriter, Progress, peak_memory_bytes
 from mpitrain.monitor.memory import host_memory_bytes
 from mpitrain.monitor.run_files import HELD_OUT, RankWriter
-from mpitrain.monitor.trackers import Tracking, asked_for
+from mpitrain.monitor.trackers import Tracking, requested_trackers
 from mpitrain.parallel.costs import AxisExchange, Divided
 from mpitrain.parallel.layouts import in_layers
-from mpitrain.planner.counted import Observed, observe
+from mpitrain.planner.counted import BlockObservation, observe
 from mpitrain.planner.subject import Subject
 from mpitrain.shard.flat import bucket_indices
 from mpitrain.shard.parameters import ParameterGather
@@ -77,13 +77,15 @@ class Records(Callback):
             return
         self._close(trainer)
         config, resumed = trainer.config, trainer.resumed_step if trainer.start is None else trainer.step
-        tracking = Tracking(asked_for(config.monitor), partial(_warn, trainer))  # may fail, so before files change
+        tracking = Tracking(
+            requested_trackers(config.monitor), partial(_warn, trainer)
+        )  # may fail, so before files change
         self._metrics = MetricsWriter(trainer.folder.path, resumed)
         tracking.start(trainer.folder.path, config.model_dump(mode="json"), resumed)
         self._tracking = tracking
         unit = "tokens" if trainer.tokens else "samples"
         self._progress = Progress(config.train.steps, trainer.step, config.monitor.every, unit=unit)
-        trainer.print = self._progress.say
+        trainer.print = self._progress.print_line
 
     def on_step_end(self, trainer: Run, step: Step) -> None:
         if step.number - 1 == trainer.start:
@@ -173,7 +175,7 @@ class RankRecords(Callback):
     def on_fit_start(self, trainer: Run) -> None:
         self._close()
         trainer.world.journal.start()
-        trainer.engine.clock.begin_anew()
+        trainer.engine.clock.reset()
         self._started, self._from = time.time(), trainer.step
         self._steps, self._sent, self._next_memory, self._metered_at = 0, {}, 0.0, time.monotonic()
 
@@ -296,7 +298,7 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
     pipeline = engine.pipeline
     if pipeline is not None:
         tied = sum(bytes_sent("all_reduce", nbytes, ranks) for nbytes, ranks in pipeline.tied_bytes)
-        expected[mesh.stages.label] = times * sum(blocks[number].given for number in pipeline.crossings) + tied
+        expected[mesh.stages.label] = times * sum(blocks[number].output_bytes for number in pipeline.crossings) + tied
     if inside := [name for name in mesh.dividing(LAYERS, PARTS) if mesh.shape[name] > 1]:
         own_blocks = pipeline.blocks if pipeline is not None else range(len(blocks))
         passes: list[Sequence[AxisExchange]] = [(*blocks[n].forwards, *blocks[n].backwards) for n in own_blocks]
@@ -309,7 +311,7 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
     return expected
 
 
-def _recompute_exchanges(name: str, block: Observed, staged: bool) -> Sequence[AxisExchange]:
+def _recompute_exchanges(name: str, block: BlockObservation, staged: bool) -> Sequence[AxisExchange]:
     """Return the exchanges of a block when it is recomputed for backward.
 
     A pipeline stage is recomputed as a whole. Otherwise each block of a list is recomputed up to the last tensor that
@@ -320,7 +322,7 @@ def _recompute_exchanges(name: str, block: Observed, staged: bool) -> Sequence[A
     return block.forwards[:-1] if name.rpartition(".")[2].isdigit() else ()
 
 
-def _observe_blocks(trainer: Run, samples: int) -> tuple[list[str], list[Observed]]:
+def _observe_blocks(trainer: Run, samples: int) -> tuple[list[str], list[BlockObservation]]:
     """Return the names of all blocks of the divided model, and what each computes and exchanges for a microbatch."""
     config, mesh = trainer.config, trainer.mesh
     parallel, subject = config.parallel, Subject(config, trainer.data.description, real=False)

@@ -26,7 +26,7 @@ from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.run import timeline_steps
 from mpitrain.config.settings import Config
 from mpitrain.errors import CommunicationError, InputError
-from mpitrain.monitor.timeline.merging import merge, told
+from mpitrain.monitor.timeline.merging import describe, merge
 from mpitrain.monitor.timeline.spans import Spans, recording_folder, write_rank
 from mpitrain.trainer.folder import agree_on_errors
 from mpitrain.trainer.recording.records import memory
@@ -237,7 +237,7 @@ class Recording:
         self._hooks = ModuleHooks([named for level in levels[: self.depth] for named in level], self.spans.module)
         self.spans.after_backward = self._hooks.end_of_backward
         self._unix, self._memory = time.time(), [self._sample_memory()]
-        engine.clock.leave_out()  # the time since the last step belongs to no step
+        engine.clock.skip()  # the time since the last step belongs to no step
         engine.clock.steps, engine.clock.listener = [], self.spans
         world.journal.record(True)
 
@@ -273,7 +273,7 @@ class Recording:
             "device": str(trainer.device) if is_accelerator(trainer.device) else "cpu",
             "unix": self._unix,
             "depth": self.depth,
-            "left_out": self.spans.left_out,
+            "left_out": self.spans.dropped,
             "steps": rows,
             "spans": [[kind, name, at(b), at(e), more] for kind, name, b, e, more in self.spans.all()],
             "communication": [[*one[:5], at(one.begin), at(one.end), *one[7:]] for one in operations],
@@ -344,13 +344,13 @@ class TimelineRecorder(Callback):
         agree_on_errors(trainer.world, lambda: write_rank(folder, recorded))
         if trainer.world.rank == 0:
             try:
-                lines = told(merge(folder))
+                lines = describe(merge(folder))
             except InputError as error:
                 lines = [f"timeline: {error}"]
             for line in lines:
                 trainer.say(line)
         trainer.world.barrier()  # otherwise the next step would count the time that rank 0 took as waiting
-        trainer.engine.clock.leave_out()
+        trainer.engine.clock.skip()
 
 
 # -- offsets between the clocks of the ranks, measured by messages
