@@ -103,7 +103,7 @@ def test_a_pipeline_runs_its_schedule() -> None:
     parts = prediction.times
     assert parts["compute"] + parts["pipeline"] == pytest.approx(expected.makespan, rel=1e-3)
     assert Predictor(model, TWO, 1, 2).predict(replace(layout, cut=(3, 5))).seconds != prediction.seconds
-    with pytest.raises(InputError, match=r"parallel.cut \[3, 4\] gives out 7 blocks"):
+    with pytest.raises(InputError, match=r"parallel.cut \[3, 4\] lists 7 blocks"):
         Predictor(model, TWO, 1, 2).predict(replace(layout, cut=(3, 4)))
 
 
