@@ -31,7 +31,7 @@ from mpitrain.speeds.timing import Contender
 SIZES = (1, 4, 16, 64)  # MiB
 TOKENS = ((1, 128), (4, 128))  # (samples per rank, tokens per sample)
 VOCABULARY, LAYERS, WIDTH, HEADS = 512, 6, 512, 8
-WANTED = {"all_reduce": 3.0, "DDP": 1.0, "FSDP2": 1.5}  # target: speed relative to gloo
+TARGET = {"all_reduce": 3.0, "DDP": 1.0, "FSDP2": 1.5}  # target: speed relative to gloo
 _CHECKED = 3  # steps whose losses are compared
 _AGREE = 1e-3  # largest relative difference of losses
 
@@ -124,7 +124,7 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
         columns = ("operation or step", "mpitrain", "gloo", "gloo / mpitrain")
         note = "Median milliseconds; steps are named by samples x tokens per rank."
         tables.append(ReportTable(f"{ranks} ranks", columns, rows, note))
-        for kind, least_factor in WANTED.items():
+        for kind, least_factor in TARGET.items():
             least = min(faster for name, *_, faster in rows if name.split()[0] == kind)
             what = f"{ranks} ranks: {kind}, speed relative to gloo, worst case"
             targets.append(target_of(what, least, least=least_factor, where=" times"))

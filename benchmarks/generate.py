@@ -25,7 +25,7 @@ from mpitrain.errors import CommunicationError, InputError
 FAMILIES = ("gpt2", "llama")
 OURS, THEIRS = "mpitrain", "transformers"
 PROMPTS = (1, 8)
-WANTED = 1.0  # target: tokens per second over transformers'
+TARGET = 1.0  # target: tokens per second over transformers'
 _USUAL = {"layers": 6, "width": 384, "vocabulary": 8192, "prompt": 32, "tokens": 128}
 _QUICK = {"layers": 2, "width": 128, "vocabulary": 512, "prompt": 8, "tokens": 16}
 _HEAD = 64  # features
@@ -145,7 +145,7 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
             ratio = rates[0] / rates[1]
             rows.append((family, int(count), *rates, ratio))
             what = f"{family}, prompts at a time {count}: tokens per second, relative to transformers"
-            targets.append(target_of(what, ratio, least=WANTED, where=" times"))
+            targets.append(target_of(what, ratio, least=TARGET, where=" times"))
     note = (
         f"{sizes['layers']} layers of width {sizes['width']}, vocabulary {sizes['vocabulary']}; prompts of "
         f"{sizes['prompt']} tokens, {sizes['tokens']} new tokens, fp32, greedy; median tokens per second."

@@ -197,7 +197,7 @@ class PeerRun:
         # equal in each step; not counted under FSDP2, where autograd also saves gathered parameters
         if not self._activations and not any(hasattr(p, "to_local") for p in self._peer.model.parameters()):
             meter = ActivationMeter(self._module)
-        with saved_tensors_hooks(meter.add, lambda kept: kept) if meter else contextlib.nullcontext():
+        with saved_tensors_hooks(meter.add, lambda saved: saved) if meter else contextlib.nullcontext():
             loss = self._peer.gradients(batch.x, batch.y)
         if meter:
             self._activations = meter.nbytes

@@ -41,7 +41,7 @@ SHAPES: tuple[Shape, ...] = ((1, 64, 256), (1, 128, 256), (4, 128, 256), (1, 128
 QUICK_SHAPES: tuple[Shape, ...] = ((1, 64, 256), (4, 128, 256))
 LAYERS = 2
 HEAD = 64  # features
-WANTED = 2.0  # target: times as fast as torch
+TARGET = 2.0  # target: times as fast as torch
 CONTENDERS = ("mpitrain", "sequence", "torch", "one process")
 
 
@@ -180,7 +180,7 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
         tables.append(ReportTable(f"{ranks} ranks", columns, rows, note))
         ratios = [row[5] for row in rows]
         what = f"{ranks} ranks: speed relative to torch"
-        targets.append(target_of(f"{what}, geometric mean", geometric_mean(ratios), least=WANTED, where=" times"))
+        targets.append(target_of(f"{what}, geometric mean", geometric_mean(ratios), least=TARGET, where=" times"))
         targets.append(target_of(f"{what}, worst shape", min(ratios), least=1, where=" times"))
         bars = {name: [times[name]["median"] * 1e3 for times in result.values()] for name in CONTENDERS}
         panels.append(Panel(f"{ranks} ranks", "milliseconds, forward and backward", bars, list(result), log=True))

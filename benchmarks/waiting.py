@@ -52,7 +52,7 @@ from mpitrain.trainer.trainer import STRATEGIES, Trainer
 SYNC = "sync"
 SLOW = 1  # number of the slow rank
 SMOOTHED = 10  # steps in a running mean of the loss
-_WANTED = 1.8  # target: tokens per second over sync's
+_TARGET = 1.8  # target: tokens per second over sync's
 _BEFORE = 0.1  # share of the steps, at the start, that does not count for tokens per second
 _JUDGED = ("server, staleness 4", "server, asynchronous", "server, asynchronous, apart")
 MODEL = {"layers": 2, "width": 128, "heads": 4, "sequence": 128}
@@ -205,7 +205,7 @@ def report(results: dict[int, dict[str, Stats]], options: argparse.Namespace) ->
             rows.append((name, rate, rate / base, to, *losses, of["staleness_max"]))
             if name in _JUDGED and options.slowed == 3.0:
                 what = f"{ranks - 1} workers, one slowed 3 times, {name}: tokens per second, relative to sync"
-                targets.append(target_of(what, rate / base, least=_WANTED, where=" times"))
+                targets.append(target_of(what, rate / base, least=_TARGET, where=" times"))
         columns = ["contender", "tokens/s", "/ sync", f"s to a loss of {goal:.2f}", "last loss", "held-out loss"]
         columns.append("most staleness, steps")
         slow = f"rank 1 slowed {options.slowed:g} times" if options.slowed > 1 else "no rank is slow"

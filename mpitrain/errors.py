@@ -76,7 +76,7 @@ def printable(text: object, most: int | None = 200, *, as_text: bool = False) ->
     shown = str(text)
     if most is not None and len(shown) > most:
         shown = shown[: most - 3] + "..."
-    return _UNPRINTABLE.sub(lambda found: _escaped(found[0], "\n\t" if as_text else ""), shown)
+    return _UNPRINTABLE.sub(lambda match: _escaped(match[0], "\n\t" if as_text else ""), shown)
 
 
 def _escaped(letter: str, allowed: str) -> str:

@@ -28,7 +28,7 @@ from mpitrain.planner.search import COUNT, SIMULATED, best, excess_of
 from mpitrain.planner.subject import description_of
 from mpitrain.storage.disk import reporting, write_whole
 
-OWN = "config"  # value of --explain for the configuration's own layout
+CONFIGURED = "config"  # value of --explain for the configuration's own layout
 MACHINE = "machine.toml"  # default file of a profile written by --measure
 MEASURE = "--measure"
 
@@ -64,7 +64,7 @@ def _plan(argv: Sequence[str]) -> int:
         raise refusal(f"--scale {wrong[0]} is not a multiple of the {each} ranks per node; use multiples of {each}")
     if ranks and (options.explain or nodes != 1):
         raise refusal("--scale sets the number of nodes and shows the best layouts; remove --nodes and --explain")
-    explained = layouts.read(options.explain) if options.explain not in ("", OWN) else None
+    explained = layouts.read(options.explain) if options.explain not in ("", CONFIGURED) else None
     out = Path(options.out or "plan.toml") if options.out or not (options.explain or ranks) else None
     if out is not None and any(Path(word) == out for word in rest if not word.startswith("-")):
         raise refusal(f"--out {out} would overwrite the configuration that is read; use another file")
@@ -198,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
         "--explain",
         default="",
         metavar="LAYOUT",
-        help=f"describe only this layout; {OWN} means the configuration's own layout",
+        help=f"describe only this layout; {CONFIGURED} means the configuration's own layout",
     )
     counts = "show the best layout for each of these numbers of ranks"
     add("--scale", type=_rank_counts, default=[], metavar="N,N...", help=counts)

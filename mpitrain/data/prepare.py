@@ -219,7 +219,7 @@ def _kind(
     name: str, matches: Callable[[Path], bool], source: Callable[[Sequence[Path], PrepareOptions], Source], *takes: str
 ) -> Kind:
     """Return a kind of input whose source needs only the files, not the folders that contain them."""
-    return Kind(name, matches, lambda found, options: source([one.path for one in found], options), None, takes)
+    return Kind(name, matches, lambda matching, options: source([one.path for one in matching], options), None, takes)
 
 
 def _documents(named: TextFields) -> Kind:

@@ -330,7 +330,7 @@ class Flow:
         self.microbatches = microbatches * slices
         self._prepared: Callable[[int], PreparedSchedule] = lambda count: _prepared(name, ranks, count, chunks, slices)
         self.peak_bytes = lru_cache(maxsize=64)(
-            lambda kept: self._extended(_FULL, lambda prepared: prepared.peak_bytes(kept))
+            lambda nbytes: self._extended(_FULL, lambda prepared: prepared.peak_bytes(nbytes))
         )
 
     @property

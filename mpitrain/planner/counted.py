@@ -352,7 +352,7 @@ class _BlockPass:
         with cut.autocast():
             past = cut.past(self.number, x)
         with recorder:
-            with saved_tensors_hooks(counter.add, lambda kept: kept), cut.autocast():
+            with saved_tensors_hooks(counter.add, lambda saved: saved), cut.autocast():
                 out = cut.call(self.number, x, past)
                 single = isinstance(out, torch.Tensor)
                 if y is not None:
