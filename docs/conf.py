@@ -1,4 +1,4 @@
-"""How Sphinx makes the pages: `docs/build.sh`. What comes from the code is written by `generated.py` first."""
+"""Configuration of Sphinx, which `docs/build.sh` runs. `generated.py` writes the pages of the reference first."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ nitpick_ignore_regex = [
 
 
 def setup(app: Sphinx) -> None:
-    """Write the reference before the pages are read."""
+    """Write the pages of the reference before Sphinx reads the pages."""
     import generated
 
     app.connect("builder-inited", lambda app: generated.write(DOCS / "reference"))

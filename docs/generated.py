@@ -1,6 +1,6 @@
-"""The pages of the reference, written from the code: every setting, every command, every public name.
+"""Writer of the pages of the reference, which list every setting, every command and every public name.
 
-`python docs/generated.py` writes them into docs/reference/; `docs/build.sh` does so by itself.
+`python docs/generated.py` writes them into docs/reference/; `docs/build.sh` calls it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMMANDS += ("doctor", "backend")
 _UNDER = {"report": ["schedule"], "plan": ["--measure"], "doctor": ["--check", "--tune"]}
 LIMITS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
 VALUES = {
-    "ANY_SOURCE": "Stands for any rank, as the source of `recv` and `irecv`.",
+    "ANY_SOURCE": "Any rank, as the source of `recv` and `irecv`.",
     "__version__": "Version of the package, a text.",
 }
 PUBLIC = {  # pages' headings, and the modules whose public names are under them; "module:Name,Name" for some
@@ -76,7 +76,7 @@ PUBLIC = {  # pages' headings, and the modules whose public names are under them
 
 
 def write(folder: Path) -> None:
-    """Write the pages into a folder; one that would say the same is left as it is, so that builds stay short."""
+    """Write the pages into a folder. Pages without changes keep their time, so that Sphinx does not read them again."""
     folder.mkdir(exist_ok=True)
     for name, text in (("config.md", config_page()), ("commands.md", commands_page()), ("api.md", api_page())):
         path = folder / name
@@ -93,8 +93,8 @@ def config_page() -> str:
         "# Every setting",
         "",
         "A setting is a line `key = value` under `[section]` in a TOML file, or `--section.key value` on the command",
-        "line, which wins. Other tools' names for the same setting are accepted, those for a similar one are answered",
-        "with ours.",
+        "line, which takes precedence. Names that other tools use for the same setting are accepted. For the name of a",
+        "similar setting, the error names the one to use here.",
     ]
     for section, field in Config.model_fields.items():
         model = field.annotation
@@ -151,8 +151,8 @@ def _toml(value: Any) -> str:
 
 
 def commands_page() -> str:
-    """What --help says, of every command and what is under it."""
-    lines = ["# Every command", "", "What each of them prints with `--help`."]
+    """Return the page of commands: the output of `--help` of every command and subcommand."""
+    lines = ["# Every command", "", "The output of each command with `--help`."]
     for command in COMMANDS:
         text = help_of(command)
         lines += ["", f"## mpitrain.{command}", "", "```text", text, "```"]
@@ -162,18 +162,18 @@ def commands_page() -> str:
 
 
 def under(command: str, text: str) -> list[str]:
-    """The words that may follow a command's name, of which each has a help of its own. text: the command's help."""
+    """Return the subcommands listed in `text`, the output of a command's `--help`."""
     if command in _UNDER:
         return _UNDER[command]
-    found = re.search(r"^positional arguments:\n  \{([\w,]+)\}", text, re.MULTILINE)
-    return found[1].split(",") if found else []
+    match = re.search(r"^positional arguments:\n  \{([\w,]+)\}", text, re.MULTILINE)
+    return match[1].split(",") if match else []
 
 
 def help_of(command: str, *words: str) -> str:
-    """What `python -m mpitrain.COMMAND WORDS --help` prints.
+    """Return what `python -m mpitrain.COMMAND WORDS --help` prints.
 
     Raises:
-        RuntimeError: It fails.
+        RuntimeError: If the command fails.
     """
     import torch  # noqa: F401  # before the fork, which then takes no time
 
@@ -210,33 +210,33 @@ def _run_help(command: str, words: tuple[str, ...], out: int) -> int:
 
 
 def api_page() -> str:
-    """Directives of Sphinx's autodoc for every public name."""
+    """Return the page of public names, as directives of Sphinx's autodoc."""
     lines = [
         "# Every public name",
         "",
-        "`import mpitrain as mt` offers what is under the first heading; what an extension",
+        "The first section lists the names of `import mpitrain as mt`. The other sections list names that extensions",
+        "import from modules of the package. Modules that are not listed here may move.",
     ]
-    lines += ["imports from elsewhere has its module's name here. Other modules may move."]
-    told: set[str] = set()
+    listed: set[str] = set()
     for heading, modules in PUBLIC.items():
         lines += ["", f"## {heading}", ""]
         for module, name in _names(modules):
-            if name not in told:  # under one heading, the first
+            if name not in listed:  # only under its first heading
                 lines += _directive(module, name)
-                told.add(name)
+                listed.add(name)
     return "\n".join(lines) + "\n"
 
 
 def _names(modules: list[str]) -> Iterator[tuple[str, str]]:
-    for told in modules:
-        module, _, some = told.partition(":")
-        made = import_module(module)
-        names = some.split(",") if some else getattr(made, "__all__", None) or _own(made)
-        yield from ((module, name) for name in names)
+    for entry in modules:
+        name_of_module, _, some = entry.partition(":")
+        module = import_module(name_of_module)
+        names = some.split(",") if some else getattr(module, "__all__", None) or _defined_in(module)
+        yield from ((name_of_module, name) for name in names)
 
 
-def _own(module: Any) -> list[str]:
-    """The public names that are defined in a module, in their order."""
+def _defined_in(module: Any) -> list[str]:
+    """Return the public names that a module defines, in the order of their definition."""
     return [n for n, x in vars(module).items() if n[0] != "_" and getattr(x, "__module__", None) == module.__name__]
 
 

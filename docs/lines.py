@@ -1,4 +1,4 @@
-"""Prints how many lines of code each room has, without docstrings, comments and blanks: python docs/lines.py."""
+"""Line counts of each room, without docstrings, comments and blank lines: `python docs/lines.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, toke
 
 
 def code_lines(text: str) -> int:
-    """Lines of Python with something on them that runs."""
+    """Return the number of lines that contain code."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in _LAYOUT:
@@ -31,7 +31,7 @@ def code_lines(text: str) -> int:
 
 
 def main() -> None:
-    """Print a table of each package, the largest room first."""
+    """Print a table for each package, largest room first."""
     for package in ("mpitrain", "benchmarks"):
         lines, files = Counter[str](), Counter[str]()
         for path in (ROOT / package).rglob("*.py"):

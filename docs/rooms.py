@@ -1,4 +1,4 @@
-"""Draws the rooms of the package as docs/rooms.svg, from the layers in setup.cfg: python docs/rooms.py."""
+"""Picture of the rooms of the package, docs/rooms.svg, drawn from the layers in setup.cfg: `python docs/rooms.py`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ COLOURS = ("#dbe9f6", "#d3ecea", "#cfe6d4", "#dcf0d0", "#e9f3c9", "#f4f1cf", "#f
 WORDS = {
     "train": "the main job", "evaluate": "figures", "generate": "text", "predict": "of samples", "report": "charts",
     "doctor": "in order?", "plan": "which layout", "adapters": "of LoRA", "bench": "gone: says where",
-    "measuring": "what a user measures: collectives, algorithms, the machine",
-    "inference": "text and predictions by trained models, one or divided",
-    "trainer": "Trainer, callbacks, run folder, engine, a loop of your own, modes",
+    "measuring": "measurements by users: collectives, algorithms, the machine",
+    "inference": "text and predictions from trained models",
+    "trainer": "Trainer, callbacks, run folder, engine, users' loops, modes",
     "loading": "trained models out of run folders",
     "speeds": "how fast this machine is",
     "planner": "seconds and bytes of layouts, without ranks",
@@ -22,9 +22,9 @@ WORDS = {
     "backend": "torch.distributed", "data": "HDF5", "models": "gpt, resnet, HF", "shard": "DDP, ZeRO", "pipe": "stages",
     "tensor": "divided layers", "checkpoint": "HDF5", "monitor": "what is seen",
     "layers": "what PyTorch lacks",
-    "layout": "the ranks along the axes; which of them owns which slice of which tensor",
+    "layout": "ranks along the axes; which rank owns which slice of a tensor",
     "config": "every setting, declared once",
-    "comm": "collectives, memory, failures; it alone knows MPI",
+    "comm": "collectives, memory, failures; the only room that calls MPI",
     "storage": "locks, commits of folders, hashes",
     "early": "before torch is imported", "choices": "names that settings choose from",
     "errors": "one line: what is wrong, how to fix it",
@@ -32,7 +32,7 @@ WORDS = {
 
 
 def layers() -> list[list[str]]:
-    """The rooms of each layer, the highest first."""
+    """Return the rooms of each layer, highest layer first."""
     parser = ConfigParser()
     parser.read(ROOT / "setup.cfg")
     lines = parser["importlinter:contract:rooms"]["layers"].split("\n")
@@ -40,12 +40,12 @@ def layers() -> list[list[str]]:
 
 
 def drawn() -> str:
-    """The picture, as SVG. A room imports from the rows below its own."""
+    """Return the picture as SVG. A room imports from the rows below it."""
     rows = layers()
     height = len(rows) * (HEIGHT + GAP) + 2 * EDGE - GAP
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"',
-        ' font-family="sans-serif" text-anchor="middle"><title>Rooms import from the rows below their own</title>',
+        ' font-family="sans-serif" text-anchor="middle"><title>Rooms import from the rows below them</title>',
         f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
     ]
     for number, row in enumerate(rows):

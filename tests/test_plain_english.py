@@ -55,7 +55,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 @cache
 def nodes() -> list[tuple[Path, ast.AST]]:
     pairs = []
-    for package in ("mpitrain", "benchmarks"):
+    for package in ("mpitrain", "benchmarks", "docs", "examples"):
         for path in sorted((ROOT / package).rglob("*.py")):
             tree = ast.parse(path.read_text(encoding="utf-8"))
             pairs += [(path.relative_to(ROOT), node) for node in ast.walk(tree)]
