@@ -244,9 +244,9 @@ def test_perceptrons_are_divided_over_tensor_ranks(world, place, numbers, layers
             {"cut": [8]},
             r"parallel.cut \[8\] is for the stages of a pipeline, .* parallel.pipeline is 1; raise",
         ),
-        (GPT, {"tensor": 2, "whole": ["head"]}, "parallel.whole names head and not embedding, which share a weight"),
+        (GPT, {"tensor": 2, "whole": ["head"]}, "parallel.whole names head but not embedding, which share a weight"),
         ({"name": "mlp", "width": 18}, {"pipeline": 2, "slices": 2}, "MLP has none; set parallel.slices to 1"),
-        ({"name": "mlp", "width": 18}, {"tensor": 2, "sequence": True}, "the plan of MLP names none"),
+        ({"name": "mlp", "width": 18}, {"tensor": 2, "sequence": True}, "the plan of MLP names no embedding"),
         ({"name": "resnet", "layers": 18, "width": 4}, {"tensor": 2}, "convolutions"),
     ],
 )
