@@ -74,8 +74,8 @@ def test_every_step_is_recorded_once_while_five_workers_die(tmp_path):
     ("victims", "number", "who"),
     [
         ([2], signal.SIGKILL, "rank 2, a server, died"),
-        ([0, 1], signal.SIGKILL, "all workers died"),
-        ([0, 1], signal.SIGSTOP, "all workers died"),
+        ([0, 1], signal.SIGKILL, "all workers failed"),
+        ([0, 1], signal.SIGSTOP, "all workers failed"),
     ],
 )
 def test_a_job_without_server_or_workers_ends_and_resumes(tmp_path, victims, number, who):

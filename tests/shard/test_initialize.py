@@ -221,7 +221,7 @@ def test_calls_that_give_wrong_gradients_are_refused(world):
         ours.step()
     for wrong, message in (
         (ours.module(x), r"shape \[2, 1\]; pass its mean"),
-        (1.5, "this is a float"),
+        (1.5, "got a float"),
         (x[0, 0], "no_grad"),
     ):
         with pytest.raises(InputError, match=message):
@@ -236,7 +236,7 @@ def test_calls_that_give_wrong_gradients_are_refused(world):
         ours.train_batch(iter([(x, x, x)]))
     with pytest.raises(AttributeError, match=r"here it is engine\.save\(folder\)"):
         ours.save_checkpoint("nowhere")
-    with pytest.raises(InputError, match="returns the engine alone"):
+    with pytest.raises(InputError, match="returns only the engine"):
         _, _ = ours
     with pytest.raises(InputError, match=r"Linear already has an engine; call close\(\) of that engine"):
         mt.initialize(ours.module, ours.optimizer, {"train": {"batch": 2}})

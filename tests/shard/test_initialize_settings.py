@@ -175,7 +175,7 @@ def test_an_optimizer_or_a_scheduler_given_twice_is_refused(world):
         mt.initialize(model, optimizer, {"train_batch_size": world.size, "optimizer": ADAM})
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     warmup = {"type": "WarmupLR", "params": {}}
-    with pytest.raises(InputError, match="a scheduler was given"):
+    with pytest.raises(InputError, match="a scheduler was passed"):
         mt.initialize(model, optimizer, {"train_batch_size": world.size, "scheduler": warmup}, scheduler=schedule)
 
 

@@ -66,7 +66,7 @@ def test_imported_models_train_like_transformers_and_can_be_exported(world, fold
         sections = Config.from_args([str(run_folder / "config.toml")]).model_dump(exclude={"run", "parallel"})
         if world.size == 1:
             other = sections["model"] | {"norm_eps": 0.1}
-            with pytest.raises(InputError, match=r"with norm_eps .*, and model\.norm_eps is 0\.1; train wi"):
+            with pytest.raises(InputError, match=r"with norm_eps .*, but model\.norm_eps is 0\.1; train wi"):
                 run(world, run_folder, **(sections | {"model": other}))
         lines = run(world, run_folder, **sections, parallel=parallel)
         if world.rank == 0:

@@ -196,6 +196,6 @@ def test_a_run_resumes_bitwise_equal_within_a_schedule(world, folder, text):
         assert [(m["step"], m["lr"], m["loss"]) for m in again[-2:]] == expected, optim
         assert len({lr for _, lr, _ in expected}) == 2, optim
     with pytest.raises(
-        InputError, match=r"ReduceLROnPlateau follows the held-out loss, and train.evaluate_every 0 has"
+        InputError, match=r"ReduceLROnPlateau follows the held-out loss, but train.evaluate_every 0 measures"
     ):
         run(world, folder / "never", **settings(optim) | {"train": {"evaluate_every": 0}})
