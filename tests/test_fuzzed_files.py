@@ -205,7 +205,7 @@ def test_reading_endless_metrics_and_small_files_uses_little_memory(tmp_path):
     def watch(folder):
         watched = WatchedRun(folder)
         for _ in range(3):
-            watched.look()
+            watched.read()
         return watched.step, watched.steps.damaged
 
     assert not outcome(read_by(endless_metrics(watch)), tmp_path, "(0, 0)")

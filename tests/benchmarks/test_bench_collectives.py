@@ -40,7 +40,7 @@ def test_a_quick_run_writes_table_json_and_plot_even_if_a_later_rank_count_fails
         assert set(times) == {"arena", "tensor", "library", "gloo", "memcpy"}
         assert all(0 < t["best"] <= t["median"] < 60 for t in times.values())
     text = (tmp_path / "BENCH-collectives.md").read_text()
-    for words in ("library / arena", "gloo / arena", "arena / memcpy", "mean", "quick run"):
+    for words in ("library / arena", "gloo / arena", "arena / memcpy", "mean", "Quick run"):
         assert words in text, words
     targets = [target["what"] for target in values["targets"]]
     for words in ("library / ours", "gloo / ours", "memcpy", "fp16", "bf16", "reduce_scatter", "all_gather", "64 KiB"):

@@ -23,7 +23,7 @@ def test_a_quick_run_writes_samples_and_shares_of_a_step(tmp_path):
     for times in result["steps"]["default GPT"].values():
         assert 0 < times["waiting"] < times["step"]
     text = (tmp_path / "BENCH-data.md").read_text()
-    for words in ("quick run", "mpitrain, workers 1, first epoch", "≤ 2%"):
+    for words in ("Quick run", "mpitrain, workers 1, first epoch", "≤ 2%"):
         assert words in text, words
     assert not list(tmp_path.glob("bench-data-*"))
 

@@ -38,7 +38,7 @@ def test_a_quick_run_writes_times_memory_bytes_and_targets(tmp_path):
     assert runs["ZeRO-2"]["account"]["states"] == 2 * runs["ZeRO-2"]["account"]["gradients"] > 0
     assert runs["ZeRO-2"]["loss"] == pytest.approx(runs[SINGLE]["loss"], rel=1e-2)  # few steps: nearly the same yet
     text = (tmp_path / "BENCH-step.md").read_text()
-    for words in ("quick run", "/ one process", "not computing ms", "node, MiB", "activations"):
+    for words in ("Quick run", "/ one process", "not computing ms", "node, MiB", "activations"):
         assert words in text, words
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     assert (tmp_path / "BENCH-step.png").read_bytes().startswith(b"\x89PNG")

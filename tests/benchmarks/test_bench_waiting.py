@@ -38,7 +38,7 @@ def test_a_quick_run_writes_tokens_times_and_a_picture(tmp_path):
         assert len(figures["loss"]) == len(figures["seconds"]) == 12 and figures["tokens"] == 2 * 4 * 32
         assert 3 < figures["loss"][-1] < figures["loss"][0] < 6 and 3 < figures["held_out_loss"] < 6
     text = (tmp_path / "BENCH-waiting.md").read_text()
-    for words in ("quick run", "2 workers, rank 1 slowed 3 times", "/ sync", "held-out loss"):
+    for words in ("Quick run", "2 workers, rank 1 slowed 3 times", "/ sync", "held-out loss"):
         assert words in text, words
     assert not list(tmp_path.glob("bench-waiting-*"))
     pytest.importorskip("matplotlib", reason="plots need matplotlib")

@@ -50,7 +50,7 @@ def test_report_summarizes_a_run(tmp_path, capsys):
 
 
 def test_report_of_an_empty_folder_is_refused(tmp_path, capsys):
-    one_line((report.main([str(tmp_path)]), capsys.readouterr().err), "has no finished step; give the folder of a run")
+    one_line((report.main([str(tmp_path)]), capsys.readouterr().err), "has no finished step; use the folder of a run")
 
 
 LINE = {"step": 1, "loss": 1.0, "step_s": 0.5, "samples": 8, "tokens": 0, "world_size": 2}

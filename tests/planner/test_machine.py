@@ -133,7 +133,7 @@ def test_ready_made_profiles_match_their_names():
         ('[netwerk]\nlatency = "1 us"', ["'netwerk'", "did you mean 'network'?"]),
         (SHEET + 'threads = "90 %"', ["'network.threads'", "did you mean 'core.threads'?"]),
         (SHEET.replace("100 Gbit/s", "100 Gbit"), ["network.bandwidth = '100 Gbit'", "100 Gbit/s"]),
-        (SHEET.replace("cores = 32", "cores = 0"), ["node.cores = 0", "write 128"]),
+        (SHEET.replace("cores = 32", "cores = 0"), ["node.cores = 0", "write it as 128"]),
         (SHEET.replace("cores = 32", ""), ["node.cores is missing", "[node]"]),
         (SHEET.replace('matrix = "50 Gflop/s"', ""), ["core.matrix is missing"]),
         (SHEET.replace("matrix =", "matrix.fp8 ="), ["core.matrix.fp8 is not a precision", "bf16"]),

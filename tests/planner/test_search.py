@@ -303,7 +303,7 @@ def check_first_fifty(machine, nodes, each, allowed=lambda layout: True, **model
 
 @pytest.mark.parametrize("machine", ["gpu-4", "cpu-128"])
 def test_the_first_fifty_simulations_contain_the_best_layout(machine):
-    few = {"taken": lambda layout: layout.zero < 2 and layout.slices == 1}
+    few = {"allowed": lambda layout: layout.zero < 2 and layout.slices == 1}
     check_first_fifty(machine, 2, 2, **few, layers=2, width=512)
 
 
