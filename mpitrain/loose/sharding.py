@@ -27,6 +27,7 @@ from mpitrain.shard.flat import FlatGroup, bucket_indices, flat_groups, members,
 from mpitrain.shard.flat_parameters import FlatParameter, check_elementwise, sharded_flat_parameters
 from mpitrain.shard.gradients import BucketReduction, Gradients, WholeGradients
 from mpitrain.shard.parameters import Parameters, move_into, move_out
+from mpitrain.shard.placement import STAGES
 from mpitrain.shard.sharding import Sharding
 from mpitrain.shard.update import optimizer_step, set_rate
 
@@ -306,7 +307,7 @@ class ServedSharding(Sharding):
         update: Optimizer of these shares; None on other ranks.
     """
 
-    zero = 1  # optimizer states in shares
+    stage = STAGES[1]  # optimizer states in shares
     parameters: PulledParameters
     gradients: PushedGradients
 
