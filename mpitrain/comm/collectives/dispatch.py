@@ -210,9 +210,9 @@ class Dispatcher(Member):
             written: For each tensor, True if the operation changes it.
             arguments: The other arguments.
         """
-        return self.begin(partial(self._check_call, operation, written, arguments), async_op, tensors, written)
+        return self.begin(partial(self.check_call, operation, written, arguments), async_op, tensors, written)
 
-    def _check_call(
+    def check_call(
         self, operation: CollectiveOperation, written: Sequence[bool], arguments: Sequence[Any], *passed: Any
     ) -> Invocation:
         """Check the arguments of a call, compute the block sizes, and return its invocation."""
@@ -249,8 +249,14 @@ class Dispatcher(Member):
         """
         if any(map(is_wrapper, tensors)):
             return for_each_inner(lambda *inner: self.begin(make_invocation, async_op, inner, written), *tensors)
-        passed = [as_tensor(x, written=changed) for x, changed in zip(tensors, written)]  # noqa: B905 - see `_check_call`
-        return self.dispatch(make_invocation(*passed), async_op)
+        return self.dispatch(self.prepare(make_invocation, tensors, written), async_op)
+
+    def prepare(
+        self, make_invocation: Callable[..., Invocation], tensors: Sequence[Any], written: Sequence[bool]
+    ) -> Invocation:
+        """Return the invocation of a call; the arguments are those of `begin`."""
+        passed = [as_tensor(x, written=changed) for x, changed in zip(tensors, written)]  # noqa: B905 - see `check_call`
+        return make_invocation(*passed)
 
     def dispatch(self, call: Invocation, async_op: bool = False) -> Work | None:
         """Perform an operation and return None, or start it in the background and return its handle.
@@ -429,7 +435,7 @@ class Dispatcher(Member):
     def _free(self) -> None:
         """Release the resources of the operations. Collective. Nothing can be dispatched afterwards."""
         self._freed = True
-        self.ready.clear()
+        self.binder.cache.forget_ready()
         self._worker.close()
         if self.process.may_release(self._comm):
             for binder in (self.binder, self._background):

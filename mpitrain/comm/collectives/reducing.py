@@ -26,7 +26,6 @@ from mpitrain.comm.collectives.binding import (
     Binder,
     CollectiveOperation,
     Invocation,
-    library_volume,
     make_copy,
     make_scaling,
     offsets,
@@ -35,7 +34,7 @@ from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_size
 from mpitrain.comm.collectives.moving import ALL_GATHER
 from mpitrain.comm.compression import Bucket, Compression
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.traffic import Note, Volume
+from mpitrain.comm.job.traffic import Note, Volume, library_volume
 from mpitrain.comm.memory.buffers import shares_memory, typed_buffer, typed_buffers
 from mpitrain.comm.memory.elements import HALVES
 from mpitrain.comm.programs.program import Program
