@@ -308,7 +308,8 @@ def states_after_step(
         trial._optimizer_step_pre_hooks = trial._optimizer_step_post_hooks = OrderedDict()
         trial.gather = None  # attribute of Muon
         init_states(trial)
-        type(optimizer).step(trial)  # a scheduler replaces the method of the object by one that steps the original
+        vars(trial).pop("step", None)  # a scheduler replaces the method of the object by one that steps the original
+        optimizer_step(trial)
         return {key: value for key, value in trial.state[tensor].items() if torch.is_tensor(value)}
     except Exception:  # an optimizer of the user may fail in any way on a copy
         return None

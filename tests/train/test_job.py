@@ -8,6 +8,8 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+import textwrap
 import time
 import zlib
 from datetime import datetime, timedelta
@@ -388,3 +390,19 @@ def test_processes_that_did_not_join_one_job_are_refused(tmp_path, forked, envir
 def test_help_lists_the_keys(tmp_path, forked):
     done = forked.run("train", "--help", cwd=tmp_path)
     assert done.returncode == 0 and "--train.steps" in done.stdout
+
+
+def test_a_job_that_compiles_nothing_does_not_import_the_compiler(tmp_path):
+    program = """
+        import runpy, sys
+        from contextlib import suppress
+        with suppress(SystemExit):
+            runpy.run_module("mpitrain.train", run_name="__main__", alter_sys=True)
+        names = ("torch._dynamo", "sympy", "scipy", "matplotlib", "transformers")
+        print("imported:", *[name for name in names if name in sys.modules])
+    """
+    arguments = ("--model.name", "gpt", *SMALL, "--train.steps", 2, "--run.dir", tmp_path / "r")
+    command = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=100)
+    assert "done at step 2" in done.stdout, done.stderr
+    assert done.stdout.splitlines()[-1] == "imported:"
