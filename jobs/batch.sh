@@ -116,7 +116,7 @@ run_trainer() { # run_trainer ARGUMENTS...: sets code
         code=1
         [ -n "${asked:-}" ] && [ "$(newest_step)" -gt "$before" ] && code=75 # or is ended as the ranks have saved
     elif [ $code -eq 143 ] && [ "$(newest_step)" -gt "$before" ]; then
-        code=75 # of the rank that ended first: srun then ends the others, and tells of that
+        code=75 # exit code of the rank that ended first; srun then ends the others and reports it
     elif [ $code -eq 137 ] && [ "$(newest_step)" -ge "$steps" ]; then
         say "the launcher was ended after the last step" # by the ranks: it cannot end itself when it has lost a node
         code=0

@@ -203,7 +203,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if RANK == 0 and LABEL:
         FOLDER.mkdir(exist_ok=True)
-        broken = 1 if exitstatus not in (0, 1, 5) else 0  # collection errors and the like
+        broken = 1 if exitstatus not in (0, 1, 5) else 0  # such as collection errors
         text = f"{_counts.passed} {_counts.failed + broken} {_counts.skipped}\n"
         (FOLDER / f"{LABEL}-{RANKS}.counts").write_text(text)
     sys.stdout.flush()

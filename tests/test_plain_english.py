@@ -127,10 +127,10 @@ def test_messages_are_free_of_phrases_of_our_own():
 
 def test_pages_are_free_of_phrases_of_our_own():
     pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "setup.cfg")]
-    for folder, endings in (("docs", (".md",)), ("examples", (".py", ".md")), ("jobs", ("",))):
+    for folder, endings in (("docs", (".md",)), ("examples", (".py", ".md")), ("jobs", ("", ".sh", ".pbs", ".sbatch"))):
         pages += [path for path in (ROOT / folder).iterdir() if path.is_file() and path.suffix in endings]
-    found = [(path, number, PHRASES.search(line)) for path in pages for number, line in enumerate(path.open(), 1)]
-    assert not [f"{path.relative_to(ROOT)}:{number}: {match[0]}" for path, number, match in found if match]
+    matches = [(path, number, PHRASES.search(line)) for path in pages for number, line in enumerate(path.open(), 1)]
+    assert not [f"{path.relative_to(ROOT)}:{number}: {match[0]}" for path, number, match in matches if match]
 
 
 def test_the_glossary_has_few_words_of_our_own():

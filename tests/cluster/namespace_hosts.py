@@ -248,7 +248,7 @@ def _remove_those_of_dead_processes() -> None:
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--link", type=Link.parse, metavar="BITS_PER_SECOND,SECONDS")
-    parser.add_argument("--ranks", default="2,2,2", metavar="N,...", help="on each host, of which there are so many")
+    parser.add_argument("--ranks", default="2,2,2", metavar="N,...", help="numbers of ranks, one for each host")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(words)
     if not options.command:

@@ -73,7 +73,7 @@ def test_every_step_is_recorded_once_while_five_workers_die(tmp_path):
 @pytest.mark.parametrize(
     ("victims", "number", "who"),
     [
-        ([2], signal.SIGKILL, "rank 2, a server, died"),
+        ([2], signal.SIGKILL, "rank 2, a server, failed"),
         ([0, 1], signal.SIGKILL, "all workers failed"),
         ([0, 1], signal.SIGSTOP, "all workers failed"),
     ],

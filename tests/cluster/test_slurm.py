@@ -119,7 +119,7 @@ def test_a_job_trains_on_three_nodes(slurm, tmp_path):
     assert job["JobState"] == "COMPLETED" and "the site has its say" in training.out, training.out
     training.assert_every_sample_was_seen_once()
     assert {m["world_size"] for m in training.metrics()} == {6}
-    assert "6 ranks on 3 nodes" in training.out and "0 wrong" in training.out and "done" in training.out
+    assert "6 ranks on 3 nodes" in training.out and "0 errors" in training.out and "done" in training.out
 
 
 @pytest.mark.timeout(900)

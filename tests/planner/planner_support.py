@@ -31,7 +31,7 @@ class MadeUpModel(ModelProfile):
 
     def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[BlockCost, ...]:
         if divided.tensor > 8:
-            raise refusal("8 heads cannot be divided evenly over so many ranks")
+            raise refusal("8 heads cannot be divided evenly over these ranks")
         if divided.slices > TOKENS:
             raise refusal("too many slices")
         if (samples, divided) not in self._known:

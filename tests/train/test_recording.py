@@ -156,7 +156,9 @@ def test_a_late_rank_is_named_and_others_wait_for_it(world, folder, text, monkey
 
 @pytest.mark.ranks(3)
 def test_rank_files_have_times_and_memory_of_each_step(world, folder, text):
+    began = time.monotonic()
     lines = trained(world, folder, text, timeline="", train={"steps": 30}, parallel={"zero": 1})
+    elapsed = time.monotonic() - began
     records = read_rank_files(folder)
     assert set(records) == set(range(world.size))
     for rank, record in records.items():
@@ -168,9 +170,8 @@ def test_rank_files_have_times_and_memory_of_each_step(world, folder, text):
         outside = seconds.pop("evaluation") + seconds.pop("checkpoint")
         assert outside > 0 and all(seconds[part] > 0 for part in ("data", "forward", "backward", "optimizer"))
         if rank == 0:
-            assert sum(seconds.values()) == pytest.approx(
-                sum(m["step_s"] for m in lines), rel=0.3
-            )  # what hangs on a step is in the parts alone
+            # The parts also have what follows a step, such as writing its line, which takes long on a busy disk.
+            assert 0.7 * sum(m["step_s"] for m in lines) <= sum(seconds.values()) <= elapsed
         assert sum(row[3] for line in record.lines for row in line["sent"] if row[0] == "all_gather") > 0
         memory = [line["memory"] for line in record.lines if "memory" in line]
         assert memory[0]["parameters"] > 0 and memory[0]["other"] > 1 << 20 and memory[0]["device"] == 0
