@@ -267,7 +267,8 @@ class Binder:
         Raises:
             InputError: The ranks are on several nodes, or cannot access each other's x.
         """
-        arena, neighbours = self.reach(x) if self.topology.num_nodes == 1 else (None, None)
+        one_node = algorithms[name].one_node
+        arena, neighbours = self.reach(x) if self.topology.num_nodes == 1 or not one_node else (None, None)
         if arena is None and neighbours is None:
             raise InputError(
                 f"algorithm {name} of {algorithms.operation} needs all ranks on one node and the tensor in an arena; "
