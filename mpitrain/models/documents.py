@@ -99,7 +99,7 @@ def document_mask(ends: torch.Tensor, length: int) -> torch.Tensor:
     return (number[:, before:, None] == number[:, None, :]).tril(before).unsqueeze(1)
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """Consecutive tokens that one call of attention computes: one document, or short ones that follow each other.
 
     Attributes:
@@ -123,7 +123,7 @@ class Piece(NamedTuple):
         return document_mask(self.ends.long(), self.queries).to(device, non_blocking=True)
 
 
-def cut_into_pieces(ends: torch.Tensor, length: int) -> list[Piece]:
+def cut_into_pieces(ends: torch.Tensor, length: int) -> list[DocumentPiece]:
     """Cut the last `length` tokens of each sample into pieces. Those of the next sample follow.
 
     Args:
@@ -131,12 +131,12 @@ def cut_into_pieces(ends: torch.Tensor, length: int) -> list[Piece]:
             each sample is one document.
         length: Number of tokens that attend; the others are in earlier slices.
     """
-    pieces: list[Piece] = []
+    pieces: list[DocumentPiece] = []
     for row, borders in zip(ends, _borders(ends), strict=True):
         previous = 0
         for begin, end, several in _runs(borders, ends.shape[1] - length, ends.shape[1]):
             queries = min(end - begin, end - ends.shape[1] + length)
-            piece = Piece(queries, end - begin, begin - previous, row[None, begin:end] if several else None)
+            piece = DocumentPiece(queries, end - begin, begin - previous, row[None, begin:end] if several else None)
             previous = end
             equal = bool(pieces) and pieces[-1][:3] == piece[:3] and pieces[-1].ends is None
             if equal and not several and not piece.skipped:
@@ -198,9 +198,9 @@ def _attend_in_pieces(
     keys, values = flat_k.split(sizes)[1::2], flat_v.split(sizes)[1::2]
     mixed = []
     for piece, *tensors in zip(pieces, queries, keys, values, strict=True):
-        parts = [t.unflatten(0, (piece.number, -1)).transpose(1, 2) for t in tensors]
+        q, k, v = (t.unflatten(0, (piece.number, -1)).transpose(1, 2) for t in tensors)
         mask = piece.mask(q.device)
         is_causal = mask is None and piece.queries > 1
-        out = scaled_dot_product_attention(*parts, attn_mask=mask, dropout_p=dropout, is_causal=is_causal)
+        out = scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
         mixed.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(mixed).unflatten(0, (batch, length)).transpose(1, 2)

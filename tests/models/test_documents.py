@@ -1,4 +1,4 @@
-"""Attention within documents, in pieces: parity with the dense formula, and work and memory by the documents' lengths."""
+"""Attention within documents: parity with the dense formula, and work and memory by the lengths of documents."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -83,8 +84,17 @@ def test_work_and_memory_do_not_grow_with_the_square_of_the_sequence(dropout):
         assert forward == pytest.approx(4 * heads * head_dim * squares, rel=0.05)
         assert both <= 3.6 * forward
         most.append(peak / tokens)
-        assert peak < tokens * tokens * heads  # bytes: even a mask of bytes for each head would take as many
+    assert peak < tokens * tokens * heads  # bytes: even a mask of bytes for each head would take as many
     assert most[1] <= 1.1 * most[0]  # memory per token, for documents of the same length
+
+
+def test_without_values_each_sample_counts_as_one_document():
+    with FakeTensorMode():
+        ends = torch.zeros(3, 200, dtype=torch.uint8)
+        assert [piece[:3] for piece in cut_into_pieces(ends, 200)] == [(200, 200, 0)]
+        with OperationRecorder() as recorder:
+            attend_within_documents(*(torch.empty(3, 2, 200, 8) for _ in range(3)), ends, 0.0)
+    assert sum(each.flops for each in recorder.operations) == 4 * 3 * 2 * 8 * 200**2
 
 
 def packed_gpt(dropout: float = 0.0) -> GPT:
