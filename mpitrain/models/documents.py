@@ -148,7 +148,7 @@ def cut_into_pieces(ends: torch.Tensor, length: int) -> list[DocumentPiece]:
 def _borders(ends: torch.Tensor) -> list[list[int]]:
     """Return for each sample the number of tokens up to each end of a document."""
     try:
-        values = ends.detach().numpy()
+        values = ends.detach().bool().numpy()  # NumPy has no bf16
     except RuntimeError:  # FakeTensor, which has no values
         return [[]] * len(ends)
     return [(row.nonzero()[0] + 1).tolist() for row in values]

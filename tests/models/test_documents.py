@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from mpitrain.inference.placing import CachedBlocks
 from mpitrain.models.documents import attend_within_documents, cut_into_pieces, document_mask
 from mpitrain.models.gpt import GPT
 from mpitrain.planner.counted import OperationRecorder
@@ -63,7 +64,7 @@ def test_equal_documents_are_one_call_and_short_neighbours_share_one():
     assert sizes(make_ends(BORDERS["equal documents"])) == [(100, 100, 0, 6)]
     assert sizes(make_ends(BORDERS["no end"])) == [(300, 300, 0, 2)]
     assert len(sizes(make_ends([[*range(1, 301)]]))) == 5  # 64 tokens in each but the last
-    assert sizes(make_ends([[100, 250]]), 100) == [(50, 150, 100, 1), (50, 50, 0, 1)]
+    assert sizes(make_ends([[100, 250]]).bfloat16(), 100) == [(50, 150, 100, 1), (50, 50, 0, 1)]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
@@ -141,6 +142,18 @@ def test_the_host_waits_for_a_device_once_in_a_pass(device):
     assert reads.number == 1
     for p, expected in zip(copied.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(p.grad.cpu(), expected.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", ["pretend"], indirect=True)
+def test_generation_on_a_device_stays_within_documents(device):
+    model, tokens = packed_gpt().eval(), torch.randint(23, (2, 90), generator=torch.Generator().manual_seed(1))
+    decoder = CachedBlocks(copy.deepcopy(model).to(device).pipeline_blocks(), "blocks.2")
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        for lo, hi in ((0, 80), (80, 81), (81, 90)):
+            scores = decoder.advance(tokens[:, lo:hi].to(device))
+            torch.testing.assert_close(scores.cpu(), model(tokens[:, :hi])[:, -1], rtol=1e-4, atol=1e-6)
+            decoder.select([1, 0])
+            tokens = tokens.flip(0)
 
 
 def test_other_documents_do_not_compile_a_block_again():
