@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
+from mpitrain.comm.job.traffic import Record
 from mpitrain.comm.memory.buffers import as_tensor
-from mpitrain.errors import InputError
+from mpitrain.comm.runtime.agreement import NBYTES, STEP, Register, make_repeated_call
+from mpitrain.errors import CommunicationError, InputError
 
 MANY = pytest.mark.ranks(2, 3)
 
@@ -226,3 +229,29 @@ def test_persistent_calls_are_refused_as_the_operations_are(plain):
     comm.free()
     with pytest.raises(InputError, match="was freed"):
         call()
+
+
+def test_persistent_calls_of_the_library_sign_one_in_sixteen_operations():
+    memory = [np.zeros(NBYTES, np.uint8) for _ in range(2)]
+    registers = [Register([0, 1], rank, lambda r: memory[r].ctypes.data, ()) for rank in range(2)]
+    performed = [0, 0]
+
+    def repeated(rank, description):
+        def act():
+            performed[rank] += 1
+
+        signature = registers[rank].signature(description, meets=False, synchronizing=True)
+        return make_repeated_call(Record("test"), "all_reduce", [signature, act], (), lambda: None, 16)
+
+    first, same, other = repeated(0, "sum"), repeated(1, "sum"), repeated(1, "max")
+    for _ in range(20):
+        first(None)
+    assert registers[0].own_word[0] // STEP == 16
+    for _ in range(20):
+        same(None)
+    for _ in range(20):
+        first(None)
+    with pytest.raises(CommunicationError, match="rank 0: sum; rank 1: max"):
+        for _ in range(20):
+            other(None)
+    assert performed == [40, 20 + 11]  # operation 32 is signed

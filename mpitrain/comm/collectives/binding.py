@@ -116,10 +116,10 @@ class BoundCache:
         for follower in list(self._followers):
             follower.forget()
 
-    def follow(self, key: Hashable, follower: Any) -> Ready | None:
-        """Return the function of `ready` for a key, if any; `follower.forget()` is called when it becomes invalid."""
+    def follow(self, key: Hashable, follower: Any) -> Compiled | None:
+        """Return the program of a key if it may be repeated; `follower.forget()` is called when it becomes invalid."""
         self._followers.add(follower)
-        return self.ready.get(key)
+        return self.bound.get(key) if key in self.ready else None
 
     def _expire(self, key: Hashable, _: object) -> None:
         """Drop a program whose tensors were freed; called in whichever thread freed them."""

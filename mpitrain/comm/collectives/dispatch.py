@@ -291,18 +291,24 @@ class Dispatcher(Member):
         if call.key is not None and self._debug_comm is None and all(map(_may_repeat, call.tensors)):
             compiled = self.binder.cache.bound.get(call.key)
             if compiled is not None:
-                self.ready[call.key] = self._make_repeat(call, compiled)
+                self.ready[call.key] = self.make_repeat(call, compiled)
         return None
 
-    def _make_repeat(self, call: Invocation, compiled: Compiled) -> Ready:
-        """Return a function that performs an operation again, and counts it while the traffic counters are on."""
+    def make_repeat(self, call: Invocation, compiled: Compiled, signed: int = 1) -> Ready:
+        """Return a function that performs an operation again, and counts it while the traffic counters are on.
+
+        Args:
+            call: The operation.
+            compiled: Its program.
+            signed: The rank signs one operation in this number, see `make_repeated_call`.
+        """
         name, record, drain, journal = call.name, self._record, self._worker.drain, self.journal
         waiting = self._worker.queue if self._background is None else ()
         if not (journal.on and call.counts):
-            return make_repeated_call(record, name, compiled.calls, waiting, drain)
-        perform = make_repeated_call(record, name, compiled.calls, (), drain)  # deferred operations count themselves
+            return make_repeated_call(record, name, compiled.calls, waiting, drain, signed)
+        counted = make_repeated_call(record, name, compiled.calls, (), drain, signed)  # deferred ones count themselves
         first = drain if self._background is None else None
-        return journal.make_counting_call(perform, name, self.label, compiled.volume, record, first)
+        return journal.make_counting_call(counted, name, self.label, compiled.volume, record, first)
 
     def compare(
         self,

@@ -15,6 +15,7 @@ from typing import Any
 from mpitrain.comm.collectives.binding import CollectiveOperation, Invocation, Ready
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.memory.buffers import is_wrapper
+from mpitrain.comm.runtime.agreement import SIGNED_CALLS
 from mpitrain.errors import InputError
 
 
@@ -22,7 +23,8 @@ class PersistentCall:
     """A collective operation on fixed tensors. Calling it performs the operation on their present contents.
 
     Ranks make and call it in the same order as other operations of the communicator. The tensors exist as long as it
-    does, and must not be resized.
+    does, and must not be resized. Where the MPI library performs the operation, ranks of a node compare what they call
+    at the first call and then at every sixteenth operation, not at each.
     """
 
     __slots__ = ("__weakref__", "_comm", "_first", "_invocation", "_perform")
@@ -40,8 +42,12 @@ class PersistentCall:
         """
         perform = self._perform
         if perform is None:
-            self._comm.dispatch(self._invocation)
-            self._perform = self._comm.binder.cache.follow(self._invocation.key, self)
+            comm, invocation = self._comm, self._invocation
+            comm.dispatch(invocation)
+            compiled = comm.binder.cache.follow(invocation.key, self)
+            if compiled is not None:
+                signed = SIGNED_CALLS if compiled.volume.algorithm == "mpi" else 1
+                self._perform = comm.make_repeat(invocation, compiled, signed)
         else:
             perform(self._first)
 
