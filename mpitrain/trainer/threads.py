@@ -35,7 +35,7 @@ from mpitrain.trainer.settings import run_on_root_alone
 _STEPS = 8  # steps of the full batch before the measurement
 _SHORT = 60.0  # a run with fewer seconds left is not measured
 _SECONDS, _SHARE = 2.0, 1e-3  # longest measurement: this many seconds, or this share of the seconds left
-_PASSES = 4  # largest number of repetitions
+_PASSES = 8  # largest number of repetitions
 _MARGIN = 1.05  # the ranks must take this many times as long before the user hears of it
 
 
@@ -180,7 +180,7 @@ def _time_node_batch(trainer: Run, step: Step, threads: int, limit: float) -> fl
 def time_passes(engine: Engine, batch: Sequence[Microbatch], limit: float) -> float:
     """Return the seconds of the forward and backward passes of some microbatches, without a trace in the engine.
 
-    Buffers, gradients, loss terms, random numbers and the engine's clock are afterwards as if there had been no pass.
+    Buffers, gradients, random numbers and the engine's clock are afterwards as if there had been no pass.
     Call it between two steps.
 
     Args:
@@ -209,7 +209,6 @@ def time_passes(engine: Engine, batch: Sequence[Microbatch], limit: float) -> fl
                 taken.append(time.perf_counter() - began)
     finally:
         engine.clock, engine.metering = clock, metering
-        engine.terms.take(engine.device)
         engine.sharding.gradients.zero()
         engine.sharding.reducer.touched().clear()
         for buffers, name, buffer, value in owned:

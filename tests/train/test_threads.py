@@ -25,18 +25,23 @@ HINT = re.compile(
 
 
 class Drift(nn.Module):
-    """A layer whose output depends on earlier passes, through a buffer that it changes and one that it replaces."""
+    """A layer whose output depends on earlier passes, through a buffer that it changes and one that it replaces.
+
+    It uses its parameter in every second pass.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("passes", torch.zeros(()))
+        self.factor = nn.Parameter(torch.ones(16))
         self.term = LossTerm("square", 0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.mean.lerp_(x.detach().mean(), 0.1)
             self.passes = self.passes + 1.0
+            x = x * self.factor if int(self.passes) % 2 else x
         return self.term(nn.functional.dropout(x, 0.3, self.training) + self.mean + 0.01 * self.passes, x.pow(2).mean())
 
 
