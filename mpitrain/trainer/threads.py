@@ -7,8 +7,9 @@ side. One rank with more threads is then faster. The comparison only says so; it
     after step 8      rank 0 computes its node's share of the batch with the threads of all ranks of its node, forward
                       and backward, several times; the other ranks sleep
 
-The one rank is assumed to need the same time for the update, and between several nodes for communication. It needs no
-more, so the comparison does not favour it.
+The one rank is assumed to need as long for the update as the ranks, and between several nodes for communication. It
+needs no longer, so the comparison does not favour it. (With parallel.zero 0 each rank makes the whole update, which
+takes the ranks longer; parallel.zero 1 is the better remedy for this.)
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class Comparison:
             start = f"start with OMP_NUM_THREADS={threads} mpirun -n {self.nodes} {apart}--bind-to none"
         return (
             f"hint: 1 rank with {counted(threads, 'thread')}{where} takes {1e3 * self.one_rank:,.1f} ms per step, and "
-            f"{counted(self.ranks, 'rank')} with {counted(self.threads, 'thread')} take {1e3 * self.seconds:,.1f} ms "
-            f"(measured with this batch); to use 1 rank, {start}"
+            f"{counted(self.ranks, 'rank')} with {counted(self.threads, 'thread')} each take "
+            f"{1e3 * self.seconds:,.1f} ms (measured with this batch); to use 1 rank, {start}"
         )
 
 

@@ -18,7 +18,7 @@ from mpitrain.trainer.trainer import Trainer
 TRAIN = {"steps": 12, "batch": 7, "evaluate_every": 5, "evaluate_samples": 4}
 MODEL = {"factory": f"{__name__}:drifting", "sequence": 16}
 HINT = re.compile(
-    r"hint: 1 rank with \d+ threads? takes [\d,.]+ ms per step, and \d ranks with 1 thread take [\d,.]+ ms "
+    r"hint: 1 rank with \d+ threads? takes [\d,.]+ ms per step, and \d ranks with 1 thread each take [\d,.]+ ms "
     r"\(measured with this batch\); to use 1 rank, start with OMP_NUM_THREADS=\d+ mpirun -n 1 --bind-to none$",
     re.MULTILINE,
 )
@@ -142,8 +142,8 @@ def test_own_training_steps_are_not_measured(world, folder):
 def test_hint_says_what_was_measured_and_how_to_start():
     one, several = Comparison(1, 2, 1, 0.0532, 2, 0.0409), Comparison(3, 4, 2, 1.23, 8, 1.0)
     assert one.hint({}) == (
-        "hint: 1 rank with 2 threads takes 40.9 ms per step, and 2 ranks with 1 thread take 53.2 ms (measured with "
-        "this batch); to use 1 rank, start with OMP_NUM_THREADS=2 mpirun -n 1 --bind-to none"
+        "hint: 1 rank with 2 threads takes 40.9 ms per step, and 2 ranks with 1 thread each take 53.2 ms (measured "
+        "with this batch); to use 1 rank, start with OMP_NUM_THREADS=2 mpirun -n 1 --bind-to none"
     )
     assert one.hint({"MPITRAIN_AGAIN": "N=2 jobs/local.sh"}).endswith(
         "; to use 1 rank, start with N=1 OMP_NUM_THREADS=2"
