@@ -74,8 +74,8 @@ class Comparison:
         elif "local.sh" in environment.get(AGAIN, ""):
             start = f"start with N=1 OMP_NUM_THREADS={threads}"
         else:
-            apart = "" if self.nodes == 1 else "--map-by ppr:1:node "
-            start = f"start with OMP_NUM_THREADS={threads} mpirun -n {self.nodes} {apart}--bind-to none"
+            placement = "" if self.nodes == 1 else "--map-by ppr:1:node "
+            start = f"start with OMP_NUM_THREADS={threads} mpirun -n {self.nodes} {placement}--bind-to none"
         return (
             f"hint: 1 rank with {counted(threads, 'thread')}{where} takes {1e3 * self.one_rank:,.1f} ms per step, and "
             f"{counted(self.ranks, 'rank')} with {counted(self.threads, 'thread')} each take "
@@ -105,8 +105,8 @@ class CompareThreads(Callback):
         if not before or trainer.batch_sizes.size(step.number - 1) != trainer.config.train.batch:
             return
         took = {name: seconds - before[name] for name, seconds in self._totals.items()}
-        kept = took["optimizer"] + (took["communication"] if trainer.world.num_nodes > 1 else 0.0)
-        self._steps.append((took["forward"] + took["backward"] + took["communication"] + took["optimizer"], kept))
+        common = took["optimizer"] + (took["communication"] if trainer.world.num_nodes > 1 else 0.0)
+        self._steps.append((took["forward"] + took["backward"] + took["communication"] + took["optimizer"], common))
 
     def on_step_done(self, trainer: Run, step: Step) -> None:
         if not self._waits or len(self._steps) < _STEPS:
@@ -114,7 +114,7 @@ class CompareThreads(Callback):
         self._waits, world = False, trainer.world
         slowest = torch.tensor(min(self._steps), dtype=torch.float64)
         world.all_reduce(slowest, "max")
-        seconds, kept = slowest.tolist()
+        seconds, common = slowest.tolist()
         left = seconds * (trainer.config.train.steps - trainer.step)
         limit = max(_SECONDS, _SHARE * left)
         if left < _SHORT or 2.0 * seconds > limit:
@@ -124,7 +124,7 @@ class CompareThreads(Callback):
         more = max(1, int(ranks * min(threads, cores.cores / cores.ranks)))
         passes = run_on_root_alone(world, lambda: _time_node_batch(trainer, step, more, limit))
         trainer.engine.clock.skip()
-        comparison = Comparison(world.num_nodes, ranks, threads, seconds, more, passes + kept)
+        comparison = Comparison(world.num_nodes, ranks, threads, seconds, more, passes + common)
         if world.rank == 0 and (hint := comparison.hint(os.environ)):
             trainer.say(hint)
 
@@ -152,7 +152,7 @@ def _ranks_per_node(world: Communicator) -> int:
 def _time_node_batch(trainer: Run, step: Step, threads: int, limit: float) -> float:
     """Return the seconds that this rank needs for forward and backward of a whole node's share of a batch.
 
-    The result is infinite if this rank has no samples, or the model fails with so many of them.
+    The result is infinite if this rank has no samples, or the model fails with the larger batch.
 
     Args:
         trainer: Trainer of the run.
