@@ -120,7 +120,7 @@ def test_algorithms_that_replace_each_other_give_the_same_bits(world):
         for _, own, others in candidates("all_reduce", place, world.size):
             expected = values.clone()
             world.all_reduce(expected, algorithm=own)
-            for name in set(others) - {"two_level"}:
+            for name in [name for name in others if name != "two_level"]:
                 x = values.clone()
                 world.all_reduce(x, algorithm=name)
                 assert x.equal(expected), name
