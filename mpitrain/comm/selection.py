@@ -356,7 +356,7 @@ def load_tuning(machine: str) -> Tuning:
     path = table_path(machine)
     try:
         return Tuning.from_json(read_plain(path).decode())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return Tuning()
     except (OSError, ValueError) as error:
         warnings.warn(f"the tuning table {path} is ignored ({error}); delete it", RuntimeWarning, stacklevel=2)
