@@ -10,7 +10,8 @@ from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.first_use import MEASURED_FROM, TunedOperation, candidates
 from mpitrain.comm.job.topology import this_machine
 from mpitrain.comm.programs.program import Program
-from mpitrain.comm.selection import TABLES, Tuning, load_tuning, rules_key, table_path
+from mpitrain.comm.selection import TABLES
+from mpitrain.comm.tuning import Tuning, load_tuning, rules_key, table_path
 
 NUMEL = MEASURED_FROM  # four times as many bytes
 

@@ -16,17 +16,8 @@ from support import clean_environment
 
 from benchmarks.runner.report import rank_correlation
 from mpitrain.comm import init
-from mpitrain.comm.selection import (
-    ALL_REDUCE,
-    Setting,
-    Tuning,
-    describe_rules,
-    load_tuning,
-    rules_from,
-    rules_key,
-    save_tuning,
-    table_path,
-)
+from mpitrain.comm.selection import ALL_REDUCE, Setting, algorithm_by_rules
+from mpitrain.comm.tuning import Tuning, describe_rules, load_tuning, rules_from, rules_key, save_tuning, table_path
 from mpitrain.measuring.check import _all_reduce, check_case
 from mpitrain.measuring.self_start import byte_sizes
 from mpitrain.speeds.timing import Contender, durations, measure_in_turns
@@ -160,7 +151,7 @@ def test_rules_change_halfway_between_sizes_and_only_for_a_clear_gain():
 
 
 def chosen(table: Tuning, ranks: int, nbytes: int) -> str:
-    return table.algorithm(ALL_REDUCE, Setting(nbytes, nbytes // 4, (0,) * ranks, "private"))
+    return algorithm_by_rules(ALL_REDUCE, Setting(nbytes, nbytes // 4, (0,) * ranks, "private"), table)
 
 
 def test_a_stored_table_is_loaded_and_extended(tmp_path, monkeypatch):

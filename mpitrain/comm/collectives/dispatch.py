@@ -36,7 +36,7 @@ from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.watchdog import FailureHandler, Watchdog
 from mpitrain.comm.runtime.work import QueuedOperation, StreamOrder, Streams, Work, Worker, in_stream_order
-from mpitrain.comm.selection import Tuning
+from mpitrain.comm.tuning import Tuning
 from mpitrain.errors import InputError
 
 # raised by a lookup in `ready`: the key is missing, or an argument is not a tensor, has no storage or no hash

@@ -26,16 +26,8 @@ from mpitrain.comm.collectives.binding import Binder, CollectiveOperation
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import this_machine
 from mpitrain.comm.runtime.executor import Compiled
-from mpitrain.comm.selection import (
-    TABLES,
-    Algorithms,
-    Rule,
-    Tuning,
-    load_tuning,
-    rules_from,
-    rules_key,
-    save_tuning,
-)
+from mpitrain.comm.selection import TABLES, Algorithms
+from mpitrain.comm.tuning import Rule, Tuning, load_tuning, rules_from, rules_key, save_tuning
 
 MEASURED_FROM = 1 << 16  # bytes of a vector
 SIZES = (MEASURED_FROM, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes of a whole vector
