@@ -13,6 +13,10 @@ by unit when they are needed ("unshard") and freed after use ("reshard"):
     forward    unshard 0 | compute 0, reshard | compute 1, reshard | ...      unit 1 is gathered while unit 0 computes
     backward               ... | unshard 1, compute 1, reshard | unshard 0 ...  if a core is free for it
 
+Shares change only in an update. If all ranks are on one node, each therefore copies the others' shares out of shared
+memory when it needs them, without waiting for anybody. All ranks meet after an update, before shares are read again,
+and before it, when the norm of the gradients is summed.
+
 Autograd saves its tensors that are views of gathered memory as offsets into that memory. The memory can therefore be
 freed and serve another unit between forward and backward (Rajbhandari et al. 2020 section 5.3; Zhao et al. 2023,
 PyTorch FSDP, section 3).
@@ -36,6 +40,7 @@ from torch.utils._pytree import tree_leaves
 
 from mpitrain.comm import Arena, Communicator, Work
 from mpitrain.comm.communicator import NodeCopy
+from mpitrain.comm.job.traffic import Volume, clock
 from mpitrain.comm.memory.device import current_stream, empty_pinned, is_accelerator, record_event
 from mpitrain.shard.flat import FlatGroup
 from mpitrain.shard.offload import HOST, MappedFiles
@@ -334,10 +339,13 @@ class ShardedParameters(Parameters):
         else:
             self._arenas = [shard.arena(g.layout.numel // g.layout.parts, g.dtype, g.device) for g in groups]
             self._shares = [arena.tensor for arena in self._arenas]
+        readable = not shard.overlaps and shard.num_nodes == 1 and all(a.kind == "shared" for a in self._arenas)
+        # by group, the shares of every rank, if this rank can read them
+        self._all_shares = [[a.peer(r) for r in shard.world_ranks] for a in self._arenas] if readable else []
         # by group, free buffers, each with the device event after which it may be written
         self._pool: dict[int, list[tuple[torch.Tensor, torch.Event | None]]] = {}
         self._nan_values = [torch.full((), torch.nan, dtype=g.dtype, device=g.device) for g in groups]
-        self._pool_bytes = 0
+        self._pool_bytes = self._reads = 0
         count = len(units)
         self._units = [_Unit(u, count - 1 - number, False, groups) for number, u in enumerate(units)]
         self._units.append(_Unit(module, count, True, groups))
@@ -355,6 +363,7 @@ class ShardedParameters(Parameters):
                     lambda m, a, out, u=unit: self._post_forward(u, out), always_call=True
                 )
             )
+        self.publish()
 
     # -- memory
 
@@ -409,6 +418,9 @@ class ShardedParameters(Parameters):
         background = self._shard.overlaps
         for g, _, lo, hi in self._buckets(unit):
             buffer = unit.buffers[g] = self._buffer(g, hi - lo, unit.root)
+            if self._all_shares:
+                self._copy_all(g, lo, hi, buffer)
+                continue
             share = self._share(g, lo, hi)
             if share.device != buffer.device:
                 length, rank = len(share), self._shard.rank
@@ -416,6 +428,18 @@ class ShardedParameters(Parameters):
             work = self._shard.all_gather(buffer[: hi - lo], share, async_op=background)
             if work is not None:
                 unit.works.append(work)
+
+    def _copy_all(self, g: int, lo: int, hi: int, buffer: torch.Tensor) -> None:
+        """Copy the shares of all ranks of the bucket [lo, hi) of a group into a buffer."""
+        parts, shard = self._groups[g].layout.parts, self._shard
+        begin = clock() if shard.journal.on else 0.0
+        for block, shares in zip(buffer[: hi - lo].view(parts, -1), self._all_shares[g], strict=True):
+            block.copy_(shares[lo // parts : hi // parts])
+        if begin:
+            nbytes = (hi - lo) // parts * (parts - 1) * buffer.element_size()
+            self._reads += 1
+            key = f"shares of {shard.label}"
+            shard.record_operation("all_gather", Volume("read", nbytes), begin, key, self._reads)
 
     def unshard(self, unit: _Unit) -> None:
         """Gather a unit's buckets, and make its parameters views of them. Collective."""
@@ -522,6 +546,10 @@ class ShardedParameters(Parameters):
             self.reshard(unit)
 
     # -- interface of `Parameters`
+
+    def publish(self) -> None:
+        if self._all_shares:
+            self._shard.barrier()
 
     def local_view(self, group: int, lo: int, hi: int) -> torch.Tensor:
         begin = self._groups[group].in_shares(lo, self._shard.rank)
