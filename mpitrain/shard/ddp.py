@@ -64,6 +64,7 @@ class DistributedDataParallel(nn.Module):
         self.reducer = self._make_reducer(in_backward_order(module))
         self._rebuilt = not self._reduction.overlaps  # the order matters only if communication overlaps backward
         self._join_state: JoinState | None = None
+        self._squares: torch.Tensor | None = None  # sum of the squares of the gradients, for `clip_grad_norm_`
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module if this class has none of that name."""
@@ -149,17 +150,18 @@ class DistributedDataParallel(nn.Module):
         alone = norm_type != 2.0 or self._join_state is not None or not self.reducer.is_reduced
         if alone or not gradients.holds_all(parameters):
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-        comm, device = self._reduction.comm, gradients.flat[0].device
-        total = sum_squares(rank_parts(gradients, comm), device)
-        comm.all_reduce(total)
-        norm = total[0].sqrt().to(reduce(torch.promote_types, (flat.dtype for flat in gradients.flat)))
+        comm = self._reduction.comm
+        if self._squares is None:
+            self._squares = torch.zeros(1, dtype=torch.float64, device=gradients.flat[0].device)
+        comm.all_reduce(sum_squares(rank_parts(gradients, comm), self._squares))
+        norm = self._squares[0].sqrt().to(reduce(torch.promote_types, (flat.dtype for flat in gradients.flat)))
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"The total norm of the gradients is {float(norm)}; find the cause, or clip with "
                 "error_if_nonfinite=False"
             )
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grads_with_norm_
-        if is_accelerator(device) or factor != 1.0:  # a device is not waited for; NaN spreads, as in torch
+        if is_accelerator(factor.device) or factor != 1.0:  # a device is not waited for; NaN spreads, as in torch
             gradients.scale(factor)
         return norm
 

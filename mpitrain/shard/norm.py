@@ -30,20 +30,21 @@ def rank_parts(gradients: Gradients, comm: Communicator) -> list[torch.Tensor]:
     return [bucket[lo:hi] for bucket, (lo, hi) in zip(buckets, bounds, strict=True)]
 
 
-def sum_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def sum_squares(tensors: Sequence[torch.Tensor], into: torch.Tensor) -> torch.Tensor:
     """Return the sum of the squares of all elements.
 
     Args:
-        tensors: Tensors on the device; may be empty.
-        device: Device of the result.
+        tensors: Tensors on one device; may be empty.
+        into: Memory for the result, float64 [1], on the same device. Collectives are bound to its address, so it should
+            be the same at each call.
 
     Returns:
-        Tensor, float64 [1]; not finite if an element is not finite.
+        `into`; not finite if an element is not finite.
     """
-    total = torch.zeros(1, dtype=torch.float64, device=device)
-    if tensors:
-        total += torch.stack(torch._foreach_norm(tensors, 2, dtype=wide_dtype(*tensors))).double().square_().sum()
-    return total
+    if not tensors:
+        return into.zero_()
+    norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=wide_dtype(*tensors)))
+    return into.copy_(norms.double().square_().sum())
 
 
 def wide_dtype(*tensors: torch.Tensor) -> torch.dtype:

@@ -296,6 +296,8 @@ class _Unit:
         # (group number, parameter, offset in the unit's bucket of that group) of each parameter
         self.members = [(g, p, offset) for g, group in enumerate(groups) for p, offset in group.members(bucket)]
         self.buffers: dict[int, torch.Tensor] = {}  # by group, the gathered bucket; empty while resharded
+        self.views: dict[tuple[int, ...], list[torch.Tensor]] = {}  # of the members, by the addresses of the buffers
+        self.nan_values: list[torch.Tensor] = []  # tensors of the members' shapes without memory
         self.works: list[Work] = []  # all-gathers that are not complete
         self.saving: saved_tensors_hooks | None = None  # active during the unit's forward pass
         self.ready = False  # the parameters are views of the buffers
@@ -390,8 +392,10 @@ class ShardedParameters(Parameters):
 
     def _drop_values(self, unit: _Unit) -> None:
         """Make the parameters NaN tensors of the same shape without memory, so that use before a gather gives NaN."""
-        for g, parameter, _ in unit.members:
-            parameter.data = self._nan_values[g].expand(parameter.shape)
+        if not unit.nan_values:
+            unit.nan_values = [self._nan_values[g].expand(p.shape) for g, p, _ in unit.members]
+        for (_, parameter, _), nan in zip(unit.members, unit.nan_values, strict=True):
+            parameter.data = nan
 
     def _buffer(self, g: int, length: int, root: bool) -> torch.Tensor:
         """Return memory for at least `length` elements of a group, from the pool or newly allocated.
@@ -449,8 +453,13 @@ class ShardedParameters(Parameters):
         for work in unit.works:
             work.wait()
         unit.works.clear()
-        for g, parameter, offset in unit.members:
-            parameter.data = unit.buffers[g][offset : offset + parameter.numel()].view(parameter.shape)
+        place = tuple(buffer.data_ptr() for buffer in unit.buffers.values())
+        views = unit.views.get(place)
+        if views is None:
+            of = [unit.buffers[g][offset : offset + p.numel()].view(p.shape) for g, p, offset in unit.members]
+            views = unit.views[place] = of
+        for (_, parameter, _), view in zip(unit.members, views, strict=True):
+            parameter.data = view
         unit.ready = True
 
     def reshard(self, unit: _Unit) -> None:

@@ -72,7 +72,7 @@ class Reducer:
         self._missing: list[int] = []  # by bucket, number of parameters whose gradients are missing
         self._works: list[Work | None] = []  # of the buckets started so far
         self._in_backward = False
-        self._arrived: list[nn.Parameter] = []  # with a small gradient since the last reduction
+        self._arrived: list[nn.Parameter] = []  # parameters that got a gradient and are not yet in `_touched`
         self._hooks = [
             p.register_post_accumulate_grad_hook(
                 self._hook if self._by_bucket or gradients.moves_early(p) else self._record_small
@@ -101,25 +101,24 @@ class Reducer:
     def _record_small(self, parameter: nn.Parameter) -> None:
         """Record a parameter's new gradient, which `finish` moves to its place (hook)."""
         self._arrived.append(parameter)
-        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-            self._refuse_sparse(parameter)
         if self.enabled and not self._in_backward:
             self._begin()
 
     def _refuse_sparse(self, parameter: nn.Parameter) -> None:
-        raise InputError(
-            f"the gradient of {self.names[parameter]} is sparse and cannot be reduced; create its layer with "
-            "sparse=False"
-        )
+        """Raise InputError if the parameter's gradient is sparse."""
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise InputError(
+                f"the gradient of {self.names[parameter]} is sparse and cannot be reduced; create its layer with "
+                "sparse=False"
+            )
 
     def _hook(self, parameter: nn.Parameter) -> None:
         """Record a parameter's new gradient, and start the buckets that are ready.
 
         This is the hook that runs after autograd has added to the parameter's `.grad`.
         """
-        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-            self._refuse_sparse(parameter)
-        self._touched.add(parameter)
+        self._refuse_sparse(parameter)
+        self._arrived.append(parameter)
         if self.enabled and not self._in_backward:
             self._begin()
         if not self.enabled or not self._by_bucket:
@@ -177,6 +176,8 @@ class Reducer:
         if alone:
             self._expect()
         self._in_backward = False
+        for parameter in () if self._by_bucket else self._arrived:
+            self._refuse_sparse(parameter)
         touched = self._all_touched()
         every = len(touched) == len(self._expected)
         unused = [] if every else [p for p, times in self._expected.items() if times and p not in touched]
@@ -209,7 +210,7 @@ class Reducer:
         return self.passes > 0 and not self._all_touched()
 
     def _all_touched(self) -> set[nn.Parameter]:
-        """Return `_touched`, with the parameters whose small gradients arrived since the last reduction."""
+        """Return the parameters that got a gradient since the last reduction."""
         self._touched.update(self._arrived)
         self._arrived.clear()
         return self._touched

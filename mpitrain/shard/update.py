@@ -45,6 +45,7 @@ class Updater:
         self._unused: set[nn.Parameter] = set()  # parameters that no rank used in this step
         whole = not sharding.stage.states and sharding.shard.size > 1 and self._owns_all
         self._parts = rank_parts(sharding.gradients, sharding.shard) if whole else []
+        self._squares = torch.zeros(1, dtype=torch.float64, device=sharding.groups[0].device)
         # true if the optimizer reads the reduced gradients from the `.grad` of the model's own parameters
         self._direct = sharding.reduce_dtype is None and sharding.host is None and sharding.files is None
         self._direct &= all(s.value is s.contents[0][0] for s in sharding.flat_parameters)
@@ -79,7 +80,7 @@ class Updater:
         gradients = self._parts or [
             g for s in sharding.flat_parameters if s.is_owner and (g := s.gradient()) is not None
         ]
-        total = sum_squares(gradients, sharding.groups[0].device)
+        total = sum_squares(gradients, self._squares)
         if self._parts or sharding.stage.states:  # the other ranks of the shard have summed other gradients
             sharding.shard.all_reduce(total)
         for axis in self._axes:

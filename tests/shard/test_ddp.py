@@ -206,7 +206,9 @@ def test_clipping_agrees_with_torch_and_reads_a_rank_s_part(world, max_norm, dev
     model, whole = mt.DistributedDataParallel(net().to(device), world), net()
     read: list[int] = []
     sum_squares = ddp.sum_squares
-    monkeypatch.setattr(ddp, "sum_squares", lambda x, at: read.append(sum(t.numel() for t in x)) or sum_squares(x, at))
+    monkeypatch.setattr(
+        ddp, "sum_squares", lambda x, into: read.append(sum(t.numel() for t in x)) or sum_squares(x, into)
+    )
     for _ in range(2):  # buckets may be laid out anew after the first
         model.zero_grad()
         whole.zero_grad()
