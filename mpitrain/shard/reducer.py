@@ -176,7 +176,8 @@ class Reducer:
         if alone:
             self._expect()
         self._in_backward = False
-        for parameter in () if self._by_bucket else self._arrived:
+        dense = torch.strided
+        for parameter in [p for p in self._arrived if p.grad is not None and p.grad.layout is not dense]:
             self._refuse_sparse(parameter)
         touched = self._all_touched()
         every = len(touched) == len(self._expected)
