@@ -6,8 +6,6 @@ bucket 0          bucket 1                  A bucket of N ranks is read once ins
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from mpitrain.comm import Communicator
@@ -30,7 +28,7 @@ def rank_parts(gradients: Gradients, comm: Communicator) -> list[torch.Tensor]:
     return [bucket[lo:hi] for bucket, (lo, hi) in zip(buckets, bounds, strict=True)]
 
 
-def sum_squares(tensors: Sequence[torch.Tensor], into: torch.Tensor) -> torch.Tensor:
+def sum_squares(tensors: list[torch.Tensor], into: torch.Tensor) -> torch.Tensor:
     """Return the sum of the squares of all elements.
 
     Args:
