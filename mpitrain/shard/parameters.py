@@ -13,6 +13,10 @@ by unit when they are needed ("unshard") and freed after use ("reshard"):
     forward    unshard 0 | compute 0, reshard | compute 1, reshard | ...      unit 1 is gathered while unit 0 computes
     backward               ... | unshard 1, compute 1, reshard | unshard 0 ...  if a core is free for it
 
+Shares change only in an update. If all ranks are on one node, each therefore copies the others' shares out of shared
+memory when it needs them, without waiting for anybody. All ranks meet after an update, before shares are read again,
+and before it, when the norm of the gradients is summed.
+
 Autograd saves its tensors that are views of gathered memory as offsets into that memory. The memory can therefore be
 freed and serve another unit between forward and backward (Rajbhandari et al. 2020 section 5.3; Zhao et al. 2023,
 PyTorch FSDP, section 3).
@@ -36,6 +40,7 @@ from torch.utils._pytree import tree_leaves
 
 from mpitrain.comm import Arena, Communicator, Work
 from mpitrain.comm.communicator import NodeCopy
+from mpitrain.comm.job.traffic import Volume, clock
 from mpitrain.comm.memory.device import current_stream, empty_pinned, is_accelerator, record_event
 from mpitrain.shard.flat import FlatGroup
 from mpitrain.shard.offload import HOST, MappedFiles
@@ -291,6 +296,8 @@ class _Unit:
         # (group number, parameter, offset in the unit's bucket of that group) of each parameter
         self.members = [(g, p, offset) for g, group in enumerate(groups) for p, offset in group.members(bucket)]
         self.buffers: dict[int, torch.Tensor] = {}  # by group, the gathered bucket; empty while resharded
+        self.views: dict[tuple[int, ...], list[torch.Tensor]] = {}  # of the members, by the addresses of the buffers
+        self.nan_values: list[torch.Tensor] = []  # tensors of the members' shapes without memory
         self.works: list[Work] = []  # all-gathers that are not complete
         self.saving: saved_tensors_hooks | None = None  # active during the unit's forward pass
         self.ready = False  # the parameters are views of the buffers
@@ -334,10 +341,13 @@ class ShardedParameters(Parameters):
         else:
             self._arenas = [shard.arena(g.layout.numel // g.layout.parts, g.dtype, g.device) for g in groups]
             self._shares = [arena.tensor for arena in self._arenas]
+        readable = not shard.overlaps and shard.num_nodes == 1 and all(a.kind == "shared" for a in self._arenas)
+        # by group, the shares of every rank, if this rank can read them
+        self._all_shares = [[a.peer(r) for r in shard.world_ranks] for a in self._arenas] if readable else []
         # by group, free buffers, each with the device event after which it may be written
         self._pool: dict[int, list[tuple[torch.Tensor, torch.Event | None]]] = {}
         self._nan_values = [torch.full((), torch.nan, dtype=g.dtype, device=g.device) for g in groups]
-        self._pool_bytes = 0
+        self._pool_bytes = self._reads = 0
         count = len(units)
         self._units = [_Unit(u, count - 1 - number, False, groups) for number, u in enumerate(units)]
         self._units.append(_Unit(module, count, True, groups))
@@ -355,6 +365,7 @@ class ShardedParameters(Parameters):
                     lambda m, a, out, u=unit: self._post_forward(u, out), always_call=True
                 )
             )
+        self.publish()
 
     # -- memory
 
@@ -381,8 +392,10 @@ class ShardedParameters(Parameters):
 
     def _drop_values(self, unit: _Unit) -> None:
         """Make the parameters NaN tensors of the same shape without memory, so that use before a gather gives NaN."""
-        for g, parameter, _ in unit.members:
-            parameter.data = self._nan_values[g].expand(parameter.shape)
+        if not unit.nan_values:
+            unit.nan_values = [self._nan_values[g].expand(p.shape) for g, p, _ in unit.members]
+        for (_, parameter, _), nan in zip(unit.members, unit.nan_values, strict=True):
+            parameter.data = nan
 
     def _buffer(self, g: int, length: int, root: bool) -> torch.Tensor:
         """Return memory for at least `length` elements of a group, from the pool or newly allocated.
@@ -409,6 +422,9 @@ class ShardedParameters(Parameters):
         background = self._shard.overlaps
         for g, _, lo, hi in self._buckets(unit):
             buffer = unit.buffers[g] = self._buffer(g, hi - lo, unit.root)
+            if self._all_shares:
+                self._copy_all(g, lo, hi, buffer)
+                continue
             share = self._share(g, lo, hi)
             if share.device != buffer.device:
                 length, rank = len(share), self._shard.rank
@@ -416,6 +432,18 @@ class ShardedParameters(Parameters):
             work = self._shard.all_gather(buffer[: hi - lo], share, async_op=background)
             if work is not None:
                 unit.works.append(work)
+
+    def _copy_all(self, g: int, lo: int, hi: int, buffer: torch.Tensor) -> None:
+        """Copy the shares of all ranks of the bucket [lo, hi) of a group into a buffer."""
+        parts, shard = self._groups[g].layout.parts, self._shard
+        begin = clock() if shard.journal.on else 0.0
+        for block, shares in zip(buffer[: hi - lo].view(parts, -1), self._all_shares[g], strict=True):
+            block.copy_(shares[lo // parts : hi // parts])
+        if begin:
+            nbytes = (hi - lo) // parts * (parts - 1) * buffer.element_size()
+            self._reads += 1
+            key = f"shares of {shard.label}"
+            shard.record_operation("all_gather", Volume("read", nbytes), begin, key, self._reads)
 
     def unshard(self, unit: _Unit) -> None:
         """Gather a unit's buckets, and make its parameters views of them. Collective."""
@@ -425,8 +453,13 @@ class ShardedParameters(Parameters):
         for work in unit.works:
             work.wait()
         unit.works.clear()
-        for g, parameter, offset in unit.members:
-            parameter.data = unit.buffers[g][offset : offset + parameter.numel()].view(parameter.shape)
+        place = tuple(buffer.data_ptr() for buffer in unit.buffers.values())
+        views = unit.views.get(place)
+        if views is None:
+            of = [unit.buffers[g][offset : offset + p.numel()].view(p.shape) for g, p, offset in unit.members]
+            views = unit.views[place] = of
+        for (_, parameter, _), view in zip(unit.members, views, strict=True):
+            parameter.data = view
         unit.ready = True
 
     def reshard(self, unit: _Unit) -> None:
@@ -522,6 +555,10 @@ class ShardedParameters(Parameters):
             self.reshard(unit)
 
     # -- interface of `Parameters`
+
+    def publish(self) -> None:
+        if self._all_shares:
+            self._shard.barrier()
 
     def local_view(self, group: int, lo: int, hi: int) -> torch.Tensor:
         begin = self._groups[group].in_shares(lo, self._shard.rank)
