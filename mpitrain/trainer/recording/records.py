@@ -32,7 +32,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from mpitrain.comm.compression import TopK
 from mpitrain.comm.job.traffic import bytes_sent
 from mpitrain.comm.memory.device import is_accelerator, memory_bytes
 from mpitrain.layout.mesh import LAYERS, PARTS
@@ -381,12 +380,10 @@ def _compressed_bytes(sharding: Sharding) -> float:
     """Return the bytes that a rank sends for one reduction of all gradients with compression."""
     reduction, sent = sharding.gradients.reduction, 0.0
     assert reduction.compression is not None
-    ranks = reduction.comm.size
     for number, (g, b) in enumerate(bucket_indices(sharding.groups)):
         group = sharding.groups[g]
         lo, hi = group.layout.bounds[b : b + 2]
         dtype, bucket = sharding.reduce_dtype or group.dtype, reduction.compression_of(group, b, (number,))
-        wire = reduction.compression.bytes_on_wire(hi - lo, dtype, bucket.shapes if bucket is not None else None)
-        gathers = isinstance(reduction.compression, TopK)
-        sent += (ranks - 1) * wire if gathers else bytes_sent("all_reduce", wire, ranks)
+        shapes, whole = bucket.shapes if bucket is not None else None, not sharding.stage.states
+        sent += reduction.compression.bytes_sent(reduction.comm.nodes, hi - lo, dtype, shapes, whole=whole)
     return sent
