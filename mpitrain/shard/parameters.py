@@ -36,8 +36,10 @@ from torch.utils._pytree import tree_leaves
 
 from mpitrain.comm import Arena, Communicator, Work
 from mpitrain.comm.communicator import NodeCopy
+from mpitrain.comm.compression import Compression
 from mpitrain.comm.memory.device import current_stream, empty_pinned, is_accelerator, record_event
-from mpitrain.shard.flat import FlatGroup
+from mpitrain.shard.exact_shares import ExactShares, bounds_of, bytes_gathered
+from mpitrain.shard.flat import FlatGroup, move_into, move_out
 from mpitrain.shard.offload import HOST, MappedFiles
 
 
@@ -154,33 +156,59 @@ class PrivateParameters(Parameters):
     Args:
         groups: Parameters and their places in flat memory.
         shard: Ranks that the shares are divided over, in the order of the shares.
+        compression: Compression of the gathered parameters; the rank keeps exact shares in memory of their own. None to
+            gather them as they are.
     """
 
-    def __init__(self, groups: Sequence[FlatGroup], shard: Communicator) -> None:
+    def __init__(
+        self, groups: Sequence[FlatGroup], shard: Communicator, compression: Compression | None = None
+    ) -> None:
         self._groups, self._shard = groups, shard
         self._arenas = [shard.arena(g.layout.numel, g.dtype, g.device) for g in groups]
         for group, arena in zip(groups, self._arenas, strict=True):
             move_into(group, arena.tensor, fill=True)
+        flats = [arena.tensor for arena in self._arenas]
+        self._shares = ExactShares(groups, flats, shard.rank, compression) if compression and shard.size > 1 else None
+        if self._shares is not None:
+            self.publish()
 
     def local_view(self, group: int, lo: int, hi: int) -> torch.Tensor:
-        return self._arenas[group].tensor[lo:hi]
+        return self._arenas[group].tensor[lo:hi] if self._shares is None else self._shares.view(group, lo, hi)
 
     def publish(self) -> None:
-        for group, arena in zip(self._groups, self._arenas, strict=True):
+        self._gather(self._shares.compression if self._shares is not None else None)
+
+    def _gather(self, compression: Compression | None) -> None:
+        """Gather the shares of all ranks. Collective."""
+        for g, (group, arena) in enumerate(zip(self._groups, self._arenas, strict=True)):
             for b, bucket in enumerate(group.buckets(arena.tensor)):
-                lo, hi = group.layout.share(b, self._shard.rank)
-                self._shard.all_gather(bucket, arena.tensor[lo:hi])
+                if bucket.numel():
+                    share = self.local_view(g, *group.layout.share(b, self._shard.rank))
+                    self._shard.all_gather(bucket, share, compression=compression)
+
+    @contextmanager
+    def unshard_all(self) -> Iterator[None]:
+        if self._shares is not None:
+            self._gather(None)
+        yield
+        if self._shares is not None:
+            self.publish()
 
     def nbytes(self) -> float:
-        return sum(arena.tensor.nbytes for arena in self._arenas)
+        shares = self._shares.nbytes() if self._shares is not None else 0
+        return sum(arena.tensor.nbytes for arena in self._arenas) + shares
 
     def free(self) -> None:
+        if self._shares is not None:
+            self._gather(None)
         for group, arena in zip(self._groups, self._arenas, strict=True):
             move_out(group)
             arena.free()
 
     def list_gathers(self, microbatches: int) -> list[ParameterGather]:
-        return [ParameterGather(self.nbytes(), self._shard.size, 1)]
+        compression, ranks = self._shares.compression if self._shares is not None else None, self._shard.size
+        nbytes = sum(bytes_gathered(g, hi - lo, ranks, compression) for g in self._groups for lo, hi in bounds_of(g))
+        return [ParameterGather(nbytes, ranks, 1)]
 
 
 class NodeParameters(Parameters):
@@ -195,6 +223,8 @@ class NodeParameters(Parameters):
         cross_node: Ranks with this rank's local rank on all nodes, which exchange their shares between the nodes. Their
             shares are adjacent (see `shard_order`). None on one node.
         share: Number of this rank's share.
+        compression: Compression of the parameters that nodes exchange; the rank then keeps an exact share in memory of
+            its own. None to exchange them as they are.
     """
 
     def __init__(
@@ -204,25 +234,46 @@ class NodeParameters(Parameters):
         comm: Communicator,
         cross_node: Communicator | None,
         share: int,
+        compression: Compression | None = None,
     ) -> None:
         self._groups, self._copies, self._comm, self._cross_node, self._share = groups, copies, comm, cross_node, share
         for group, copy in zip(groups, copies, strict=True):
             move_into(group, copy.tensor, fill=comm.local_rank == 0)
         self._node_barrier()
+        self._shares: ExactShares | None = None
+        if compression is not None and cross_node is not None:
+            self._shares = ExactShares(groups, [copy.tensor for copy in copies], share, compression)
+            self._node_barrier()  # all have copied their shares
+            self.publish()
 
     def local_view(self, group: int, lo: int, hi: int) -> torch.Tensor:
-        return self._copies[group].tensor[lo:hi]
+        return self._copies[group].tensor[lo:hi] if self._shares is None else self._shares.view(group, lo, hi)
 
     def publish(self) -> None:
+        self._exchange(self._shares.compression if self._shares is not None else None)
+
+    def _exchange(self, compression: Compression | None) -> None:
+        """Exchange shares between the nodes, and make the updated copy visible to the ranks of the node. Collective."""
         if self._cross_node is not None:
             nodes = self._cross_node.size
             first = self._share - self._cross_node.rank
-            for group, copy in zip(self._groups, self._copies, strict=True):
+            for g, (group, copy) in enumerate(zip(self._groups, self._copies, strict=True)):
                 for b in range(group.layout.buckets):
                     lo, hi = group.layout.share(b, self._share)
                     begin, _ = group.layout.share(b, first)
-                    self._cross_node.all_gather(copy.tensor[begin : begin + nodes * (hi - lo)], copy.tensor[lo:hi])
+                    if lo < hi:
+                        everyone = copy.tensor[begin : begin + nodes * (hi - lo)]
+                        self._cross_node.all_gather(everyone, self.local_view(g, lo, hi), compression=compression)
         self._node_barrier()
+
+    @contextmanager
+    def unshard_all(self) -> Iterator[None]:
+        if self._shares is not None:
+            self._exchange(None)
+        yield
+        if self._shares is not None:
+            self._node_barrier()  # all have read
+            self.publish()
 
     def _node_barrier(self) -> None:
         """Wait until every rank of the node sees the earlier writes of the others."""
@@ -230,12 +281,19 @@ class NodeParameters(Parameters):
             copy.publish()
 
     def nbytes(self) -> float:
-        return sum(copy.tensor.nbytes for copy in self._copies) / self._comm.local_size
+        shares = self._shares.nbytes() if self._shares is not None else 0
+        return sum(copy.tensor.nbytes for copy in self._copies) / self._comm.local_size + shares
 
     def list_gathers(self, microbatches: int) -> list[ParameterGather]:
-        return [] if self._cross_node is None else [ParameterGather(self.nbytes(), self._cross_node.size, 1)]
+        if self._cross_node is None:
+            return []
+        compression, nodes = self._shares.compression if self._shares is not None else None, self._cross_node.size
+        lengths = [(g, nodes * (hi - lo) // g.layout.parts) for g in self._groups for lo, hi in bounds_of(g)]
+        return [ParameterGather(sum(bytes_gathered(*of, nodes, compression) for of in lengths), nodes, 1)]
 
     def free(self) -> None:
+        if self._shares is not None:
+            self._exchange(None)
         for group in self._groups:
             move_out(group)
         self._node_barrier()
@@ -254,26 +312,6 @@ def shard_order(comm: Communicator) -> int | None:
     if len({comm.nodes.count(node) for node in comm.nodes}) > 1:
         return None
     return comm.local_rank * comm.num_nodes + comm.node
-
-
-def move_into(group: FlatGroup, flat: torch.Tensor, *, fill: bool) -> None:
-    """Make the parameters of a group views of a flat tensor.
-
-    Args:
-        group: Group of parameters.
-        flat: Tensor laid out like the group.
-        fill: If true, first copy the values of the parameters into the tensor.
-    """
-    for parameter, view in zip(group.parameters, group.views(flat), strict=True):
-        if fill:
-            view.copy_(parameter.data)
-        parameter.data = view
-
-
-def move_out(group: FlatGroup) -> None:
-    """Give each parameter its own memory, with its current value."""
-    for parameter in group.parameters:
-        parameter.data = parameter.data.clone()
 
 
 class _Unit:
@@ -310,6 +348,7 @@ class ShardedParameters(Parameters):
             backward; if false, keep them until backward has passed through the unit.
         offload: Place of this rank's shares: "host" for host memory, or a folder for files mapped into it, from which
             they are copied to the device for each gather; empty for the device.
+        compression: Compression of the parameters that are gathered to compute; None to gather them as they are.
     """
 
     gathers = True
@@ -323,8 +362,9 @@ class ShardedParameters(Parameters):
         *,
         reshard_after_forward: bool = True,
         offload: str = "",
+        compression: Compression | None = None,
     ) -> None:
-        self._groups, self._shard, self._reshard = groups, shard, reshard_after_forward
+        self._groups, self._shard, self._reshard, self._compression = groups, shard, reshard_after_forward, compression
         self._arenas: list[Arena] = []
         if offload:  # in host memory, or in files (Rajbhandari et al. 2021, ZeRO-Infinity, section 5.1)
             self._shares = [empty_pinned((g.layout.numel // g.layout.parts,), g.dtype, g.device) for g in groups]
@@ -402,7 +442,7 @@ class ShardedParameters(Parameters):
         self._pool_bytes += buffer.nbytes
         return buffer
 
-    def _begin_unshard(self, unit: _Unit) -> None:
+    def _begin_unshard(self, unit: _Unit, compression: Compression | None) -> None:
         """Start the all-gathers of a unit's buckets, unless they have already been started. Collective."""
         if unit.buffers:
             return
@@ -413,15 +453,15 @@ class ShardedParameters(Parameters):
             if share.device != buffer.device:
                 length, rank = len(share), self._shard.rank
                 share = buffer[rank * length : (rank + 1) * length].copy_(share, non_blocking=True)
-            work = self._shard.all_gather(buffer[: hi - lo], share, async_op=background)
+            work = self._shard.all_gather(buffer[: hi - lo], share, async_op=background, compression=compression)
             if work is not None:
                 unit.works.append(work)
 
-    def unshard(self, unit: _Unit) -> None:
-        """Gather a unit's buckets, and make its parameters views of them. Collective."""
+    def unshard(self, unit: _Unit, *, exact: bool = False) -> None:
+        """Gather a unit's buckets, exactly or to compute, and make its parameters views of them. Collective."""
         if unit.ready:
             return
-        self._begin_unshard(unit)
+        self._begin_unshard(unit, None if exact else self._compression)
         for work in unit.works:
             work.wait()
         unit.works.clear()
@@ -475,7 +515,7 @@ class ShardedParameters(Parameters):
             return
         at = self._order.index(unit) + step
         if 0 <= at < len(self._order):
-            self._begin_unshard(self._order[at])
+            self._begin_unshard(self._order[at], self._compression)
 
     def _pack(self, unit: _Unit) -> Any:
         """Return the function by which autograd saves a unit's tensors.
@@ -533,7 +573,8 @@ class ShardedParameters(Parameters):
     def list_gathers(self, microbatches: int) -> list[ParameterGather]:
         ranks, gathers = self._shard.size, []
         for unit in self._units:
-            nbytes = sum((hi - lo) * group.dtype.itemsize for _, group, lo, hi in self._buckets(unit))
+            buckets = self._buckets(unit)
+            nbytes = sum(bytes_gathered(group, hi - lo, ranks, self._compression) for _, group, lo, hi in buckets)
             again = self._reshard and not unit.root  # gathered once more for backward
             gathers.append(ParameterGather(nbytes, ranks, microbatches * (1 + again)))
         return gathers
@@ -544,7 +585,7 @@ class ShardedParameters(Parameters):
     @contextmanager
     def unshard_all(self) -> Iterator[None]:
         for unit in self._units:
-            self.unshard(unit)
+            self.unshard(unit, exact=True)
         try:
             yield
         finally:
@@ -553,7 +594,7 @@ class ShardedParameters(Parameters):
 
     def free(self) -> None:
         for unit in self._units:
-            self.unshard(unit)
+            self.unshard(unit, exact=True)
             for _, parameter, _ in unit.members:
                 parameter.data = parameter.data.clone()
         for hook in self._hooks:
