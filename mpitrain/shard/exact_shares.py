@@ -6,7 +6,7 @@ keeps beside them (Wang et al. 2023, ZeRO++, section 3.1).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -22,18 +22,14 @@ class ExactShares:
         groups: Parameters and their places in flat memory.
         flats: All parameters, one tensor for each group.
         rank: Number of the rank's share.
-        compression: Compression of the gathered parameters.
     """
 
-    def __init__(
-        self, groups: Sequence[FlatGroup], flats: Sequence[torch.Tensor], rank: int, compression: Compression
-    ) -> None:
-        self._groups, self._rank, self.compression = groups, rank, compression
-        shares = [
-            [flat[slice(*g.layout.share(b, rank))] for b in range(g.layout.buckets)]
-            for g, flat in zip(groups, flats, strict=True)
-        ]
-        self._flats = [torch.cat(of) for of in shares]
+    def __init__(self, groups: Sequence[FlatGroup], flats: Sequence[torch.Tensor], rank: int) -> None:
+        self._groups, self._rank = groups, rank
+        self._flats = []
+        for group, flat in zip(groups, flats, strict=True):
+            bounds = [group.layout.share(b, rank) for b in range(group.layout.buckets)]
+            self._flats.append(torch.cat([flat[lo:hi] for lo, hi in bounds]))
 
     def view(self, group: int, lo: int, hi: int) -> torch.Tensor:
         """Return elements [lo, hi) of a group's layout as a view; they lie in one share of the rank."""
@@ -45,13 +41,19 @@ class ExactShares:
         return sum(flat.nbytes for flat in self._flats)
 
 
-def bounds_of(group: FlatGroup) -> Iterator[tuple[int, int]]:
-    """Return the bounds [lo, hi) of each bucket of a group."""
-    return pairwise(group.layout.bounds)
+def bucket_lengths(groups: Sequence[FlatGroup], parts: int = 1) -> Iterator[tuple[FlatGroup, int]]:
+    """Yield each group with the elements of one of `parts` equal parts of each of its buckets."""
+    return ((group, (hi - lo) // parts) for group in groups for lo, hi in pairwise(group.layout.bounds))
 
 
-def bytes_gathered(group: FlatGroup, numel: int, ranks: int, compression: Compression | None) -> int:
-    """Return the bytes of elements of a group that ranks gather from each other, each an equal part."""
+def bytes_gathered(lengths: Iterable[tuple[FlatGroup, int]], ranks: int, compression: Compression | None = None) -> int:
+    """Return the bytes of parameters that ranks gather from each other.
+
+    Args:
+        lengths: Group and number of elements of each operation.
+        ranks: Number of ranks, each of which has an equal part of the elements.
+        compression: Compression of the parameters; None to gather them as they are.
+    """
     if compression is None:
-        return numel * group.dtype.itemsize
-    return ranks * compression.bytes_on_wire(numel // ranks, group.dtype)
+        return sum(numel * group.dtype.itemsize for group, numel in lengths)
+    return ranks * sum(compression.bytes_on_wire(numel // ranks, group.dtype) for group, numel in lengths)

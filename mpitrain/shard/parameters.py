@@ -38,7 +38,7 @@ from mpitrain.comm import Arena, Communicator, Work
 from mpitrain.comm.communicator import NodeCopy
 from mpitrain.comm.compression import Compression
 from mpitrain.comm.memory.device import current_stream, empty_pinned, is_accelerator, record_event
-from mpitrain.shard.exact_shares import ExactShares, bounds_of, bytes_gathered
+from mpitrain.shard.exact_shares import ExactShares, bucket_lengths, bytes_gathered
 from mpitrain.shard.flat import FlatGroup, move_into, move_out
 from mpitrain.shard.offload import HOST, MappedFiles
 
@@ -150,7 +150,29 @@ class ReplicatedParameters(Parameters):
         """Do nothing: the module's tensors were never moved."""
 
 
-class PrivateParameters(Parameters):
+class _GatheredParameters(Parameters):
+    """Parameters that are gathered after an update; if compressed, with the exact shares of this rank beside them."""
+
+    _shares: ExactShares | None = None
+    _compression: Compression | None = None
+
+    @abstractmethod
+    def _gather(self, compression: Compression | None) -> None:
+        """Gather the shares of all ranks. Collective."""
+
+    def publish(self) -> None:
+        self._gather(self._compression)
+
+    @contextmanager
+    def unshard_all(self) -> Iterator[None]:
+        if self._shares is not None:
+            self._gather(None)
+        yield
+        if self._shares is not None:
+            self.publish()
+
+
+class PrivateParameters(_GatheredParameters):
     """A flat copy of the parameters on each rank; the parameters are views of it. The constructor is collective.
 
     Args:
@@ -167,32 +189,20 @@ class PrivateParameters(Parameters):
         self._arenas = [shard.arena(g.layout.numel, g.dtype, g.device) for g in groups]
         for group, arena in zip(groups, self._arenas, strict=True):
             move_into(group, arena.tensor, fill=True)
-        flats = [arena.tensor for arena in self._arenas]
-        self._shares = ExactShares(groups, flats, shard.rank, compression) if compression and shard.size > 1 else None
-        if self._shares is not None:
+        if compression is not None and shard.size > 1:
+            self._compression = compression
+            self._shares = ExactShares(groups, [arena.tensor for arena in self._arenas], shard.rank)
             self.publish()
 
     def local_view(self, group: int, lo: int, hi: int) -> torch.Tensor:
         return self._arenas[group].tensor[lo:hi] if self._shares is None else self._shares.view(group, lo, hi)
 
-    def publish(self) -> None:
-        self._gather(self._shares.compression if self._shares is not None else None)
-
     def _gather(self, compression: Compression | None) -> None:
-        """Gather the shares of all ranks. Collective."""
         for g, (group, arena) in enumerate(zip(self._groups, self._arenas, strict=True)):
             for b, bucket in enumerate(group.buckets(arena.tensor)):
                 if bucket.numel():
                     share = self.local_view(g, *group.layout.share(b, self._shard.rank))
                     self._shard.all_gather(bucket, share, compression=compression)
-
-    @contextmanager
-    def unshard_all(self) -> Iterator[None]:
-        if self._shares is not None:
-            self._gather(None)
-        yield
-        if self._shares is not None:
-            self.publish()
 
     def nbytes(self) -> float:
         shares = self._shares.nbytes() if self._shares is not None else 0
@@ -206,12 +216,11 @@ class PrivateParameters(Parameters):
             arena.free()
 
     def list_gathers(self, microbatches: int) -> list[ParameterGather]:
-        compression, ranks = self._shares.compression if self._shares is not None else None, self._shard.size
-        nbytes = sum(bytes_gathered(g, hi - lo, ranks, compression) for g in self._groups for lo, hi in bounds_of(g))
-        return [ParameterGather(nbytes, ranks, 1)]
+        ranks = self._shard.size
+        return [ParameterGather(bytes_gathered(bucket_lengths(self._groups), ranks, self._compression), ranks, 1)]
 
 
-class NodeParameters(Parameters):
+class NodeParameters(_GatheredParameters):
     """One flat copy of the parameters for all ranks of a node; the parameters are views of it.
 
     The constructor is collective.
@@ -240,20 +249,18 @@ class NodeParameters(Parameters):
         for group, copy in zip(groups, copies, strict=True):
             move_into(group, copy.tensor, fill=comm.local_rank == 0)
         self._node_barrier()
-        self._shares: ExactShares | None = None
         if compression is not None and cross_node is not None:
-            self._shares = ExactShares(groups, [copy.tensor for copy in copies], share, compression)
-            self._node_barrier()  # all have copied their shares
+            self._compression = compression
+            self._shares = ExactShares(groups, [copy.tensor for copy in copies], share)
             self.publish()
 
     def local_view(self, group: int, lo: int, hi: int) -> torch.Tensor:
         return self._copies[group].tensor[lo:hi] if self._shares is None else self._shares.view(group, lo, hi)
 
-    def publish(self) -> None:
-        self._exchange(self._shares.compression if self._shares is not None else None)
-
-    def _exchange(self, compression: Compression | None) -> None:
-        """Exchange shares between the nodes, and make the updated copy visible to the ranks of the node. Collective."""
+    def _gather(self, compression: Compression | None) -> None:
+        """Gather shares between the nodes, and make the updated copy visible to the ranks of the node."""
+        if self._shares is not None:
+            self._node_barrier()  # all have read the copy
         if self._cross_node is not None:
             nodes = self._cross_node.size
             first = self._share - self._cross_node.rank
@@ -265,15 +272,6 @@ class NodeParameters(Parameters):
                         everyone = copy.tensor[begin : begin + nodes * (hi - lo)]
                         self._cross_node.all_gather(everyone, self.local_view(g, lo, hi), compression=compression)
         self._node_barrier()
-
-    @contextmanager
-    def unshard_all(self) -> Iterator[None]:
-        if self._shares is not None:
-            self._exchange(None)
-        yield
-        if self._shares is not None:
-            self._node_barrier()  # all have read
-            self.publish()
 
     def _node_barrier(self) -> None:
         """Wait until every rank of the node sees the earlier writes of the others."""
@@ -287,13 +285,12 @@ class NodeParameters(Parameters):
     def list_gathers(self, microbatches: int) -> list[ParameterGather]:
         if self._cross_node is None:
             return []
-        compression, nodes = self._shares.compression if self._shares is not None else None, self._cross_node.size
-        lengths = [(g, nodes * (hi - lo) // g.layout.parts) for g in self._groups for lo, hi in bounds_of(g)]
-        return [ParameterGather(sum(bytes_gathered(*of, nodes, compression) for of in lengths), nodes, 1)]
+        nodes, lengths = self._cross_node.size, bucket_lengths(self._groups, self._comm.local_size)
+        return [ParameterGather(bytes_gathered(lengths, nodes, self._compression), nodes, 1)]
 
     def free(self) -> None:
         if self._shares is not None:
-            self._exchange(None)
+            self._gather(None)
         for group in self._groups:
             move_out(group)
         self._node_barrier()
@@ -573,8 +570,8 @@ class ShardedParameters(Parameters):
     def list_gathers(self, microbatches: int) -> list[ParameterGather]:
         ranks, gathers = self._shard.size, []
         for unit in self._units:
-            buckets = self._buckets(unit)
-            nbytes = sum(bytes_gathered(group, hi - lo, ranks, self._compression) for _, group, lo, hi in buckets)
+            lengths = ((group, hi - lo) for _, group, lo, hi in self._buckets(unit))
+            nbytes = bytes_gathered(lengths, ranks, self._compression)
             again = self._reshard and not unit.root  # gathered once more for backward
             gathers.append(ParameterGather(nbytes, ranks, microbatches * (1 + again)))
         return gathers
