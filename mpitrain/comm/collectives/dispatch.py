@@ -204,7 +204,8 @@ class Dispatcher(Member):
             return None
         local = self.local_rank
         peers = [r for r in range(self.size) if self.nodes[:r].count(self.nodes[r]) == local]
-        across = self._owned_comms.keep(self._comm.Split(local, self.rank))
+        with self._record.during("split into nodes"):
+            across = self._owned_comms.keep(self._comm.Split(local, self.rank))
         services = process.arenas, process.tuning, process.spare_cores < 0, process.proofs
         inside, between = topology.subgroup(topology.neighbours, local), topology.subgroup(peers, across.rank)
         return Levels(
