@@ -41,14 +41,15 @@ def check_training(comm, settings, expected) -> None:
     """Train, and check losses, that all ranks compute with the same parameters, and that owners keep exact ones."""
     engine = engine_of(gpt(), comm, "sgd", clip=1e9, **settings)
     losses = train_steps(engine, comm, tokens, steps=30, microbatches=2)
-    assert losses == pytest.approx(expected, rel=0.04) and losses != expected
+    within = 0.15 if settings["compression"] == "int4" else 0.04
+    assert losses == pytest.approx(expected, rel=within) and losses != expected
     rounded = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     exact = engine.state_dict()
     for name, value in exact.items():
         assert is_same_on_all_ranks(comm, value)
         if "parameter_compression" in settings and not engine.sharding.parameters.gathers:
-            now = dict(engine.module.named_parameters())[name]
-            assert torch.equal(now, rounded[name])  # `state_dict` changes nothing
+            now = engine.module.get_parameter(name)
+            assert name not in rounded or torch.equal(now, rounded[name])  # `state_dict` changes nothing
             assert is_same_on_all_ranks(comm, now.detach())
             assert (now - value).abs().max() <= max(v.abs().max() for v in exact.values()) / 127
     if "parameter_compression" in settings and settings.get("shard_within") != "node":
