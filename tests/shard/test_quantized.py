@@ -41,7 +41,7 @@ def check_training(comm, settings, expected) -> None:
     """Train, and check losses, that all ranks compute with the same parameters, and that owners keep exact ones."""
     engine = engine_of(gpt(), comm, "sgd", clip=1e9, **settings)
     losses = train_steps(engine, comm, tokens, steps=30, microbatches=2)
-    within = 0.15 if settings["compression"] == "int4" else 0.04
+    within = 0.15 if settings["compression"] == "int4" else 0.1 if "parameter_compression" in settings else 0.04
     assert losses == pytest.approx(expected, rel=within) and losses != expected
     rounded = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     exact = engine.state_dict()
