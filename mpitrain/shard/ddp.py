@@ -37,7 +37,7 @@ class DistributedDataParallel(nn.Module):
         static_graph: Assume that every backward pass uses the same parameters, the same number of times, as the first
             one.
         broadcast_buffers: Copy rank 0's buffers (running statistics) to all ranks before each forward pass in training.
-        compression: fp16, bf16, topk, powersgd, or an object of `mpitrain.comm.compression`.
+        compression: fp16, bf16, int8, int4, topk, powersgd, or an object of `mpitrain.comm.compression`.
         algorithm: Algorithm of the all-reduce; "auto" to choose it by size and memory.
     """
 

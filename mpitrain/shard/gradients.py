@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -192,7 +193,7 @@ class BucketReduction:
                 phases).
         """
         if shapes is not None:
-            return self.sum(x, number, shapes, background=background)
+            return self.sum(x, number, replace(shapes, whole=False), background=background)
         comm = self.comms[number % len(self.comms)]
         if defer:
             work = comm.deferred_reduce_scatter(into, x, self.op)
@@ -200,10 +201,18 @@ class BucketReduction:
                 return work
         return comm.reduce_scatter(into, x, self.op, async_op=background, reproducible=self.reproducible)
 
-    def reduce_replicas(self, share: torch.Tensor) -> None:
-        """Sum a reduced share in place over the ranks that keep the same share. Collective over these ranks."""
-        if self.replicas is not None:
-            self.replicas.all_reduce(share, self.op, reproducible=self.reproducible)
+    def reduce_replicas(self, share: torch.Tensor, number: int) -> None:
+        """Sum a reduced share in place over the ranks that keep the same share. Collective over these ranks.
+
+        Args:
+            share: The share.
+            number: Number of the bucket, counted through all groups.
+        """
+        if self.replicas is None:
+            return
+        compressed = self.compression.bucket((number,)) if self.compression and self.compression.two_level else None
+        reproducible = self.reproducible and compressed is None
+        self.replicas.all_reduce(share, self.op, compression=compressed, reproducible=reproducible)
 
     def compression_of(self, group: FlatGroup, number: int, key: object) -> Bucket | None:
         """Return the compression of a group's bucket, which gets the shapes of its parameters; None without
@@ -214,8 +223,8 @@ class BucketReduction:
             number: Number of the bucket in the group.
             key: Key under which the compression keeps its state of the bucket from step to step.
         """
-        if self.compression is None:
-            return None
+        if self.compression is None or (self.compression.two_level and self.replicas is not None):
+            return None  # compressed between nodes alone, see `reduce_replicas`
         return self.compression.bucket(key, [(offset, tuple(p.shape)) for p, offset in group.members(number)])
 
 
@@ -297,8 +306,8 @@ class WholeGradients(Gradients):
     def end(self, works: Sequence[Work | None]) -> None:
         for work in filter(None, works):
             work.wait()
-        for bucket in self._buckets:
-            self.reduction.reduce_replicas(self.reduction.local_share(bucket))
+        for number, bucket in enumerate(self._buckets):
+            self.reduction.reduce_replicas(self.reduction.local_share(bucket), number)
 
     def zero(self) -> None:
         self._pending.clear()
@@ -488,7 +497,7 @@ class ShardedGradients(Gradients):
         """Store the reduced share of a bucket in this rank's shares, or add it to the share that is already there."""
         if work is not None:
             work.wait()
-        self.reduction.reduce_replicas(share)
+        self.reduction.reduce_replicas(share, bucket)
         own_share = self._share(bucket)
         if bucket not in self._stale:
             own_share.add_(share)

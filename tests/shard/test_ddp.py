@@ -279,7 +279,7 @@ def test_sparse_gradients_are_refused(world):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("name", ["fp16", "bf16", "topk", "powersgd"])
+@pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "int4", "topk", "powersgd"])
 def test_compressed_gradients_train(world, name):
     mine, everybody = samples(world, each=16)
     model = mt.DistributedDataParallel(net(), world, compression=name)

@@ -433,6 +433,13 @@ class Binder:
         return Compiled(calls, inners)
 
 
+class Levels(NamedTuple):
+    """Binders of two groups of ranks: those of this node, and those with this rank's local rank on all nodes."""
+
+    node: Binder
+    across: Binder
+
+
 def sync_calls(arena: Arena | None) -> list[Call]:
     """Return the calls that make writes in the arena visible; they go before and after a rank meets the others."""
     if arena is not None and arena.mapped is not None:
