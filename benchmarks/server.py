@@ -25,7 +25,7 @@ from torch import nn
 
 from benchmarks.runner.jobs import BenchmarkParser, run, summaries, timed
 from benchmarks.runner.peers import rpc
-from benchmarks.runner.report import Panel, Report, ReportTable, milliseconds
+from benchmarks.runner.report import Report, ReportTable
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
 from mpitrain.errors import CommunicationError
@@ -282,13 +282,13 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
-    """Return the report with tables and plots.
+    """Return the report with tables.
 
     Args:
         results: Results of `measure`, by number of ranks.
         options: Options of the command.
     """
-    tables, panels = [], []
+    tables = []
     for ranks, result in results.items():
         for size, ways in result.items():
             rows = []
@@ -299,8 +299,4 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
             columns = ("carried by", "push, ms", "/ memcpy", "pull, ms", "/ memcpy", "best push", "best pull")
             note = "Medians, and the best of all repetitions, which is less affected by other programs on the machine."
             tables.append(ReportTable(f"{bytes_text(int(size))}, {ranks} ranks", columns, rows, note))
-        largest = {name: milliseconds(times) for name, times in ways.items()}
-        bars = {act: [ms[act] for ms in largest.values()] for act in _ACTS}
-        title = f"{bytes_text(int(size))}, {ranks} ranks"
-        panels.append(Panel(title, "milliseconds", bars, list(largest), log=True))
-    return Report("Pushing to and pulling from a server", tables, panels=[panels])
+    return Report("Pushing to and pulling from a server", tables)
