@@ -2,7 +2,7 @@
 
 Every benchmark runs by its own command, with a time limit. What it has measured becomes a result file in
 benchmarks/results, which names the commit, and the tables and plots of the pages are written from these files
-(runner/pages.py). At the end, each target is listed as met, missed or not measured, beside the commit at which it was
+(docs/figures.py). At the end, each target is listed as met, missed or not measured, beside the commit at which it was
 measured. A quick run keeps nothing and leaves the pages as they are.
 
 Options that this command does not know are passed on: `python -m benchmarks all --only step --ranks 2,4`.
@@ -17,8 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.runner.pages import RESULTS, keep, read_results, write_pages
-from benchmarks.runner.report import CODE, ROOT, Values, git, measured_at, target_line
+from benchmarks.runner.report import CODE, ROOT, Values, git, keep, measured_at, read_results, target_line
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError
 
 _GRACE = 30.0  # seconds in which a benchmark ends its ranks
@@ -29,18 +28,16 @@ def main(arguments: Sequence[str]) -> int:
     options, passed_on = _parser().parse_known_args(arguments)
     names = _selected(options.only)
     options.out.mkdir(parents=True, exist_ok=True)
-    measured = [] if options.pages else [name for name in names if _measure(name, options, passed_on)]
-    fresh = {name: json.loads((options.out / f"BENCH-{name}.json").read_text(encoding="utf-8")) for name in measured}
-    if options.quick:
-        _print_targets(fresh, names)
-    else:
-        for values in fresh.values():
-            keep(values, passed_on, RESULTS)
-        results = read_results(RESULTS)
-        for page in write_pages(results):
-            print(f"written: {page.relative_to(ROOT)}")
-        _print_targets(results, _selected(None))
-    failed = [] if options.pages else [name for name in names if name not in measured]
+    fresh: dict[str, Values] = {}
+    for name in names:
+        if _measure(name, options, passed_on):
+            fresh[name] = json.loads((options.out / f"BENCH-{name}.json").read_text(encoding="utf-8"))
+            if not options.quick:
+                keep(fresh[name], passed_on)
+    if not options.quick:
+        subprocess.run([sys.executable, ROOT / "docs/figures.py"], check=True)
+    _print_targets(fresh if options.quick else read_results(), names if options.quick else _selected(None))
+    failed = [name for name in names if name not in fresh]
     if failed:
         print(f"mpitrain: without a result: {', '.join(failed)}; see the messages above", file=sys.stderr)
     return EXIT_FAILED if failed else EXIT_DONE
@@ -52,7 +49,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", metavar="A,B", help="only these benchmarks [all]")
     parser.add_argument("--quick", action="store_true", help="show that every benchmark works, and keep nothing")
-    parser.add_argument("--pages", action="store_true", help="measure nothing; write the pages from the result files")
     parser.add_argument("--limit", type=float, default=3600, metavar="S", help="seconds for each benchmark [3600]")
     parser.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR", help="[bench-results]")
     return parser

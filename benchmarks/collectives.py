@@ -211,8 +211,7 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
             *(_table(f"{name}, fp32, {at}", result[name], both, *compared) for name in _OTHERS),
         ]
     targets = [target for ranks, result in results.items() for target in _targets(ranks, result)]
-    panels = [[draw(*each) for each in results.items()] for draw in (_times_panel, _relative_panel)]
-    return Report("Collectives", tables, targets, panels)
+    return Report("Collectives", tables, targets, [[_times_panel(*each) for each in results.items()]])
 
 
 def ratios(
@@ -312,12 +311,6 @@ def _times_panel(ranks: int, result: Result) -> Panel:
     sizes = [int(size) for size in result["all_reduce"]]
     lines = {name: (sizes, [by[name]["median"] * 1e6 for by in result["all_reduce"].values()]) for name in _CONTENDERS}
     return Panel(f"all_reduce, fp32, {ranks} ranks", "µs", lines=lines, across="bytes", log=True)
-
-
-def _relative_panel(ranks: int, result: Result) -> Panel:
-    relative = {name: ratios(result, "all_reduce", name, "arena") for name in ("library", "gloo", "memcpy")}
-    lines = {name: (list(values), list(values.values())) for name, values in relative.items()}
-    return Panel("", "time relative to ours in an arena", lines=lines, across="bytes", log=True, mark=1)
 
 
 # -- memory of a device --------------------------------------------------------------------------------------

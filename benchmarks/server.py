@@ -268,10 +268,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """
     result: dict[str, Any] = {}
     for size in options.sizes or (QUICK_SIZES if options.quick else SIZES):
-        with (
-            temporary_folder(world, options.dir or options.out) as folder,
-            carriers(world, size // 4, folder) as ways,
-        ):
+        with temporary_folder(world, options.dir or options.out) as folder, carriers(world, size // 4, folder) as ways:
             calls = {f"{act} {name}": getattr(way, act) for name, way in ways.items() for act in _ACTS}
             times = summaries(timed(world, bytes_text(size), calls, options, begins=world.rank != SERVER))
             result[str(size)] = {way: {act: times[f"{act} {way}"] for act in _ACTS} for way in ways}

@@ -98,7 +98,7 @@ def strategies(ranks: int, model: Mapping[str, int]) -> dict[str, Values]:
         model: Sizes of the GPT; strategies that cannot divide it among the ranks are left out.
     """
     parallel: dict[str, dict[str, Any]] = {
-        DDP: {},
+        DDP: {"zero": 0},
         **{f"ZeRO-{stage}": {"zero": stage} for stage in (1, 2, 3)},
         "ZeRO-3 gathered": {"zero": 3, "share_node": False},
         "ZeRO-2, states on the host": {"zero": 2, "offload": "host"},
@@ -240,7 +240,7 @@ def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> R
         results: Results of `measure`, by number of ranks.
         options: Options of the command.
     """
-    tables = [table for ranks, result in results.items() for table in _tables(ranks, result)]
+    tables = [_table(*each) for each in results.items()]
     targets = [target for ranks, result in results.items() for target in _targets(ranks, result["found"])]
     return Report("One model by every strategy", tables, targets, [_panels(*each) for each in results.items()])
 
@@ -266,7 +266,7 @@ def sent(of: dict[str, Any]) -> tuple[float | None, float | None]:
     return counted["loopback"], None if counted["loopback"] is None else 0.0
 
 
-def _tables(ranks: int, result: dict[str, Any]) -> list[ReportTable]:
+def _table(ranks: int, result: dict[str, Any]) -> ReportTable:
     results: Stats = result["found"]
     model = ", ".join(f"{key} {value}" for key, value in result["model"].items() if key != "name")
     title = f"{ranks} ranks on {result['nodes']} node(s): GPT of {model}; batch {result['batch']}"
@@ -284,14 +284,7 @@ def _tables(ranks: int, result: dict[str, Any]) -> list[ReportTable]:
         "a rank and step, to ranks of its node (or out of their memory) and to other nodes; of peers what went through "
         "the loopback interface, with TCP's headers. Loss: of the third step."
     )
-    operations: list[list[Cell]] = [
-        [name, operation, axis, algorithm, calls, inside / 1e6, between / 1e6]
-        for name, of in results.items()
-        for operation, axis, algorithm, calls, inside, between in of["sent"]["rows"]
-    ]
-    heads = ("strategy", "operation", "axis", "algorithm", "calls per step", "MB inside", "MB between")
-    sent_title = f"Traffic of rank 0 per step, {ranks} ranks"
-    return [ReportTable(title, columns, rows, note), ReportTable(sent_title, heads, operations)]
+    return ReportTable(title, columns, rows, note)
 
 
 def _panels(ranks: int, result: dict[str, Any]) -> list[Panel]:

@@ -24,6 +24,7 @@ from mpitrain.storage.disk import replacing, write_whole
 MIB = 1 << 20
 CODE = ("mpitrain", "benchmarks", ":!benchmarks/results")  # paths of git that a measurement depends on
 ROOT = Path(__file__).resolve().parents[2]  # folder of the sources
+RESULTS = ROOT / "benchmarks/results"  # result files, from which docs/figures.py writes the figures of the pages
 Values = dict[str, Any]  # a report with its header, as JSON values; see `values_of`
 Cell = str | float | int | None  # None: not measured
 
@@ -275,6 +276,33 @@ def write(values: Values, results: Any, folder: Path) -> list[Path]:
         if target["met"] is not None:
             print(target_line(target))
     return written
+
+
+def keep(values: Values, options: Sequence[str]) -> None:
+    """Write the result file of a benchmark into `RESULTS`, without raw values, and with one line for each entry.
+
+    Args:
+        values: Content of the file BENCH-<name>.json.
+        options: Options of the benchmark that are not its defaults.
+    """
+    kept = {name: _shorter(value) for name, value in values.items() if name != "results"} | {"options": [*options]}
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in kept.items())
+    RESULTS.mkdir(exist_ok=True)
+    write_whole(RESULTS / f"{values['name']}.json", "{\n" + lines + "\n}\n")
+
+
+def read_results() -> dict[str, Values]:
+    """Return the result files in `RESULTS`, by name of the benchmark."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))}
+
+
+def _shorter(value: Any) -> Any:
+    """Return a JSON value whose numbers have at most five digits."""
+    if isinstance(value, dict):
+        return {name: _shorter(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_shorter(each) for each in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def target_line(target: Mapping[str, Any]) -> str:
