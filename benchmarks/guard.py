@@ -77,11 +77,11 @@ def _cases(world: Communicator, mpi: PlainCollectives, options: argparse.Namespa
         for name in ("reduce_scatter", "all_gather"):
             cases[f"{name}, {at}"] = both, 15, partial(collectives.of_blocks, world, mpi, name, size)
     relative = {f"{name} / {peer}": (name, peer) for name in OURS for peer in (SINGLE, "torch DDP")}
-    cases["step"] = relative, 3, partial(_steps, world, [SINGLE, *OURS, "torch DDP"])
+    cases["step"] = relative, 2, partial(_steps, world, [SINGLE, *OURS, "torch DDP"])
     for size_name, shape in pipeline.SIZES.items():
         create = partial(_pipeline, world, shape)
-        cases[f"pipeline, {size_name}"] = {"1f1b / torch": ("mpitrain", "torch")}, 3, create
-    cases["backend"] = {"DDP / gloo": ("mpitrain", "gloo")}, 3, _backend
+        cases[f"pipeline, {size_name}"] = {"1f1b / torch": ("mpitrain", "torch")}, 2, create
+    cases["backend"] = {"DDP / gloo": ("mpitrain", "gloo")}, 2, _backend
     ours, dcp = checkpoint.OURS, checkpoint.DCP
     stored = {"save / DCP": (ours, dcp), "load / DCP": (f"load {ours}", f"load {dcp}")}
     cases["checkpoint"] = stored, 2, partial(checkpoint.contenders, world, 64, options.out)

@@ -1,7 +1,7 @@
 """The guard of speed: ratios to peers, beside those recorded for this kind of machine.
 
     python tests/benchmarks/guarding.py             print each ratio beside the recorded one
-    python tests/benchmarks/guarding.py --record    record the ratios of this kind of machine, the worse ones of two runs
+    python tests/benchmarks/guarding.py --record    record those of this kind of machine, the worse of two runs
 
 A kind of machine is the model of its processor, the number of cores and the MPI library. A ratio is our time over that
 of a peer in the same run, so a larger one is worse. Ratios are recorded on an otherwise idle machine, after a change
