@@ -174,8 +174,8 @@ def of_blocks(world: Communicator, mpi: PlainCollectives, operation: str, size: 
     mine, theirs = zeros(each * world.size), zeros(each * world.size)
     with in_arena(world, each * world.size) as arena:
         if operation == "all_gather":
-            own = slice(world.rank * each, (world.rank + 1) * each)
-            calls = [partial(world.all_gather, x, x[own]) for x in (arena.tensor, mine)]
+            block = slice(world.rank * each, (world.rank + 1) * each)
+            calls = [partial(world.all_gather, x, x[block]) for x in (arena.tensor, mine)]
             library = mpi.all_gather(theirs)
         else:
             calls = [partial(world.reduce_scatter, zeros(each), x) for x in (arena.tensor, mine)]

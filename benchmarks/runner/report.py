@@ -285,8 +285,10 @@ def keep(values: Values, options: Sequence[str]) -> None:
         values: Content of the file BENCH-<name>.json.
         options: Options of the benchmark that are not its defaults.
     """
-    kept = {name: _shorter(value) for name, value in values.items() if name != "results"} | {"options": [*options]}
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in kept.items())
+    entries = {name: _shorter(value) for name, value in values.items() if name != "results"} | {"options": [*options]}
+    lines = ",\n".join(
+        f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in entries.items()
+    )
     RESULTS.mkdir(exist_ok=True)
     write_whole(RESULTS / f"{values['name']}.json", "{\n" + lines + "\n}\n")
 
