@@ -20,8 +20,6 @@ from pathlib import Path
 from benchmarks.runner.report import CODE, ROOT, Values, git, keep, measured_at, read_results, target_line
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError
 
-_GRACE = 30.0  # seconds in which a benchmark ends its ranks
-
 
 def main(arguments: Sequence[str]) -> int:
     """Run benchmarks, write their results into the pages, print all targets, and return the exit code."""
@@ -95,11 +93,7 @@ def _run(command: Sequence[str], limit: float) -> bool:
             print(f"mpitrain: {' '.join(command)} did not end within {limit:g} s (--limit)", file=sys.stderr)
         finally:
             if job.poll() is None:
-                job.terminate()
-                try:
-                    job.wait(_GRACE)
-                except subprocess.TimeoutExpired:
-                    job.kill()
+                job.terminate()  # it ends its ranks first
     return job.returncode == 0
 
 

@@ -291,9 +291,7 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
             rows = []
             for way, times in ways.items():
                 ms, copies = ([of[act]["median"] * 1e3 for act in _ACTS] for of in (times, ways["memcpy"]))
-                best = [times[act]["best"] * 1e3 for act in _ACTS]
-                rows.append((way, *(cell for a, b in zip(ms, copies, strict=True) for cell in (a, a / b)), *best))
-            columns = ("carried by", "push, ms", "/ memcpy", "pull, ms", "/ memcpy", "best push", "best pull")
-            note = "Medians, and the best of all repetitions, which is less affected by other programs on the machine."
-            tables.append(ReportTable(f"{bytes_text(int(size))}, {ranks} ranks", columns, rows, note))
+                rows.append((way, *(cell for a, b in zip(ms, copies, strict=True) for cell in (a, a / b))))
+            columns = ("carried by", "push, ms", "/ memcpy", "pull, ms", "/ memcpy")
+            tables.append(ReportTable(f"{bytes_text(int(size))}, {ranks} ranks", columns, rows, "Medians."))
     return Report("Pushing to and pulling from a server", tables)

@@ -327,19 +327,13 @@ def markdown(values: Values) -> str:
 
 def caption(values: Values) -> str:
     """Return one paragraph about the machine, the software, the options and the commit of a report."""
-    first = next(iter(values["header"].values()))
-    parts = [
-        f"{first['machine']}, {first['cores']} cores, {first['nodes']} node(s)",
-        first["MPI"],
-        f"torch {first['torch']}, {first['threads']} thread(s) per rank",
-        f"Python {first['python']}",
-        f"ranks {', '.join(map(str, values['header']))}",
-        f"algorithms from the {first['tuning']} table",
-        f"{first['date']}, load {first['load']} at the start",
-        measured_at(values),
-    ]
-    options = " ".join(values.get("options", ()))  # of `python -m benchmarks all`, for this benchmark
-    return "; ".join([*parts, *([f"options `{options}`"] if options else [])])
+    first, options = next(iter(values["header"].values())), " ".join(values.get("options", ()))
+    return (
+        f"{first['machine']}, {first['cores']} cores, {first['nodes']} node(s); {first['MPI']}; torch {first['torch']}, "
+        f"{first['threads']} thread(s) per rank; Python {first['python']}; ranks {', '.join(map(str, values['header']))}; "
+        f"algorithms from the {first['tuning']} table; {first['date']}, load {first['load']} at the start; "
+        f"{measured_at(values)}" + (f"; options `{options}`" if options else "")
+    )
 
 
 def measured_at(values: Values) -> str:
