@@ -20,7 +20,7 @@ sys.path.append(str(ROOT / "docs"))
 import figures
 
 FACTS = dict.fromkeys(("machine", "cores", "nodes", "MPI", "torch", "threads", "python", "date", "tuning", "load"), "x")
-PAGE = '# P\n\n<!-- begin: {} -->\nold\n<!-- end -->\n\nend\n'
+PAGE = "# P\n\n<!-- begin: {} -->\nold\n<!-- end -->\n\nend\n"
 
 
 def result(commit="abc", clean=True, **more):
@@ -34,13 +34,17 @@ def test_the_blocks_of_the_pages_are_what_the_result_files_give():
     results = read_results()
     for page in figures.PAGES:
         text = page.read_text(encoding="utf-8")
-        assert len(figures.BLOCK.findall(text)) == len(re.findall("<!-- (begin|end)", text)) / 2, f"{page}: a block is wrong"
+        assert len(figures.BLOCK.findall(text)) == len(re.findall("<!-- (begin|end)", text)) / 2, (
+            f"{page}: a block is wrong"
+        )
         assert figures.with_blocks(text, page.parent, results) == text, f"{page}: run python docs/figures.py"
         assert {match[1] for match in figures.BLOCK.finditer(text)} <= {"all", *names()}, page
         for match in figures.BLOCK.finditer(text):
             if match[2] == "plot" and match[1] in results:
                 commit = next(iter(results[match[1]]["header"].values()))["commit"]
-                assert commit.encode() in figures.picture_of(match[1]).read_bytes(), f"{match[1]}: run python docs/figures.py"
+                assert commit.encode() in figures.picture_of(match[1]).read_bytes(), (
+                    f"{match[1]}: run python docs/figures.py"
+                )
 
 
 def test_every_result_file_names_its_commit_and_is_no_quick_run():
@@ -53,12 +57,20 @@ def test_every_result_file_names_its_commit_and_is_no_quick_run():
 def test_a_block_shows_tables_targets_or_that_there_is_no_result():
     def written(what: str, results) -> str:
         text = figures.with_blocks(PAGE.format(what), ROOT, results)
-        assert text == figures.with_blocks(text, ROOT, results) and text.startswith("# P\n\n") and text.endswith("\n\nend\n")
+        assert (
+            text == figures.with_blocks(text, ROOT, results)
+            and text.startswith("# P\n\n")
+            and text.endswith("\n\nend\n")
+        )
         return text
 
     one = {"step": result(options=["--ranks", "2"])}
     shown = written('step, "Step time"', one)
-    assert "| a | 1.23 |\n| b | - |" in shown and "measured at commit abc; options `--ranks 2`" in shown and "old" not in shown
+    assert (
+        "| a | 1.23 |\n| b | - |" in shown
+        and "measured at commit abc; options `--ranks 2`" in shown
+        and "old" not in shown
+    )
     assert "| x | ≥ 1 | 2 | met |" in written("step, targets", one)
     assert "(docs/step.png)" in written("step, plot", one)
     assert "no table" in written('step, "Memory"', one)
