@@ -330,7 +330,8 @@ def caption(values: Values) -> str:
     first, options = next(iter(values["header"].values())), " ".join(values.get("options", ()))
     return (
         f"{first['machine']}, {first['cores']} cores, {first['nodes']} node(s); {first['MPI']}; "
-        f"torch {first['torch']}; {first['threads']} thread(s) per rank; Python {first['python']}; ranks {', '.join(values['header'])}; "
+        f"torch {first['torch']}; {first['threads']} thread(s) per rank; "
+        f"Python {first['python']}; ranks {', '.join(values['header'])}; "
         f"algorithms from the {first['tuning']} table; {first['date']}, load {first['load']} at the start; "
         f"{measured_at(values)}" + (f"; options `{options}`" if options else "")
     )
