@@ -74,9 +74,9 @@ def _written(folder: Path, results: Mapping[str, Values], match: re.Match[str]) 
     if name == "all":
         lines = _overview(results)
     elif values is None:
-        lines = [f"Not measured since the code has changed: `python -m benchmarks all --only {name}`."]
+        lines = [] if part == "plot" else [f"Not measured yet: `python -m benchmarks all --only {name}`."]
     else:
-        lines = [*_part(values, part, folder), "", f"*{caption(values)}.*"]
+        lines = [*_part(values, part, folder), "", f"*{measured_at(values) if part == 'plot' else caption(values)}.*"]
     return f"{name}, {part}{match[3]}\n" + "\n".join(lines) + "\n\n"
 
 
