@@ -1,7 +1,7 @@
 """The guard of speed: ratios to peers, beside those recorded for this kind of machine.
 
     python tests/benchmarks/guarding.py             print each ratio beside the recorded one
-    python tests/benchmarks/guarding.py --record    record those of this kind of machine, the worse of two runs
+    python tests/benchmarks/guarding.py --record    and record those of this kind of machine
 
 A kind of machine is the model of its processor, the number of cores and the MPI library. A ratio is our time over that
 of a peer in the same run, so a larger one is worse. Ratios are recorded on an otherwise idle machine, after a change
@@ -41,11 +41,13 @@ class Run:
         kind: Kind of machine.
         rounds: The ratio of each round, by name.
         others: Share of the cores that other programs used meanwhile.
+        seconds: Duration.
     """
 
     kind: str
     rounds: Rounds
     others: float
+    seconds: float = 0.0
 
 
 def measure(names: Sequence[str] = ()) -> Run:
@@ -61,8 +63,9 @@ def measure(names: Sequence[str] = ()) -> Run:
         values = json.loads(Path(folder, "BENCH-guard.json").read_text())
     [facts], [rounds] = values["header"].values(), values["results"].values()
     others = _busy_seconds() - busy - (_children_seconds() - used)
-    cores = (os.cpu_count() or 1) * (time.monotonic() - began)
-    return Run(f"{facts['machine']}, {facts['cores']} cores, {facts['MPI']}", rounds, others / cores)
+    took = time.monotonic() - began
+    kind = f"{facts['machine']}, {facts['cores']} cores, {facts['MPI']}"
+    return Run(kind, rounds, others / took / (os.cpu_count() or 1), took)
 
 
 def recorded(kind: str) -> dict[str, float]:
@@ -124,10 +127,11 @@ def main() -> None:
     """Measure and print the ratios; with --record, record them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true")
+    parser.add_argument("--runs", type=int, default=1, metavar="N", help="runs, of which the worse ratio counts [1]")
     options = parser.parse_args()
-    runs = [measure() for _ in range(2 if options.record else 1)]
+    runs = [measure() for _ in range(options.runs)]
     for run in runs:
-        print(f"{run.kind}; other programs used {run.others:.0%} of the cores")
+        print(f"{run.kind}; other programs used {run.others:.0%} of the cores, in {run.seconds:.0f} s")
         print(lines(recorded(run.kind), run.rounds))
     if options.record:
         record(runs)
