@@ -54,7 +54,9 @@ def measure(names: Sequence[str] = ()) -> Run:
     """Run the benchmark on a case for each of these names of ratios; by default on all cases."""
     cases = sorted({name.partition(":")[0] for name in names})
     began, busy, used = time.monotonic(), _busy_seconds(), _children_seconds()
-    with tempfile.TemporaryDirectory(prefix="guard-", dir=ROOT) as folder:
+    parent = ROOT / "bench-results"
+    parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="guard-", dir=parent) as folder:
         command = [sys.executable, "-m", "benchmarks", "guard", "--out", folder]
         command += ["--only", ";".join(cases)] if cases else []
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
