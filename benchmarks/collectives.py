@@ -4,6 +4,7 @@ These contenders are timed for each operation and vector size (bytes of a rank's
 
     arena       mpitrain, algorithm auto, on memory of an arena
     tensor      mpitrain, algorithm auto, on ordinary memory
+    persistent  the same, by a persistent call of mpitrain (all_reduce only)
     library     the MPI library's own call through mpi4py, on ordinary memory; in place where MPI supports it
     gloo        torch.distributed over gloo, in the same processes
     memcpy      every rank copies the same number of bytes between two ordinary buffers, all ranks at once
@@ -57,7 +58,7 @@ SIZES = [16 << 2 * i for i in range(12)]  # 16 B to 64 MiB
 QUICK_SIZES = [64, 64 * KIB, 1 * MIB, 4 * MIB]
 _SINGLE_FROM = 1 << 20  # bytes
 _LARGE = 256 * KIB  # bytes; geometric means are over sizes from here on
-_CONTENDERS = ("arena", "tensor", "library", "gloo", "memcpy")  # of all_reduce
+_CONTENDERS = ("arena", "tensor", "persistent", "library", "gloo", "memcpy")  # of all_reduce
 _OTHERS = ("reduce_scatter", "all_gather")
 _MORE, _TIMES = 1e-6, 1.05  # target for ordinary tensors: most seconds, and times, more than the library's own call
 _ARENA, _TENSOR = "all_reduce in an arena", "all_reduce of ordinary tensors"
@@ -140,6 +141,7 @@ def all_reduces(world: Communicator, mpi: PlainCollectives, size: int) -> Iterat
             size,
             arena=partial(world.all_reduce, arena.tensor),
             tensor=partial(world.all_reduce, mine),
+            persistent=world.all_reduce_init(zeros(numel)),
             library=mpi.all_reduce(theirs),
             gloo=partial(dist.all_reduce, gloos),
             memcpy=partial(np.copyto, dest.numpy(), source.numpy()),

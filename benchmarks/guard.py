@@ -73,7 +73,8 @@ def _cases(world: Communicator, mpi: PlainCollectives, options: argparse.Namespa
     cases: dict[str, Case] = {}
     both = {"arena / MPI": ("arena", "library"), "tensor / MPI": ("tensor", "library")}
     for size, at in SIZES.items():
-        cases[f"all_reduce, {at}"] = both, 15, partial(collectives.all_reduces, world, mpi, size)
+        more = {"persistent / MPI": ("persistent", "library")}
+        cases[f"all_reduce, {at}"] = both | more, 15, partial(collectives.all_reduces, world, mpi, size)
         for name in ("reduce_scatter", "all_gather"):
             cases[f"{name}, {at}"] = both, 15, partial(collectives.of_blocks, world, mpi, name, size)
     relative = {f"{name} / {peer}": (name, peer) for name in OURS for peer in (SINGLE, "torch DDP")}

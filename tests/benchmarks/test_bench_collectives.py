@@ -39,7 +39,7 @@ def test_a_quick_run_writes_table_json_and_plot_even_if_a_later_rank_count_fails
     result = values["results"]["2"]
     assert set(result["all_reduce"]) == {"64", str(MIB)}
     for times in result["all_reduce"].values():
-        assert set(times) == {"arena", "tensor", "library", "gloo", "memcpy"}
+        assert set(times) == {"arena", "tensor", "persistent", "library", "gloo", "memcpy"}
         assert all(0 < t["best"] <= t["median"] < 60 for t in times.values())
     text = (tmp_path / "BENCH-collectives.md").read_text()
     for words in ("library / arena", "gloo / arena", "arena / memcpy", "mean", "Quick run"):
@@ -135,8 +135,8 @@ def test_targets_use_the_measured_values():
     result = {
         "nodes": 1,
         "all_reduce": {
-            "64": times(arena=5e-6, tensor=5e-6, library=1e-6, gloo=1e-3, memcpy=1e-7),
-            size: times(arena=1.0, tensor=2.0, library=3.5, gloo=14.0, memcpy=0.8),
+            "64": times(arena=5e-6, tensor=5e-6, persistent=5e-6, library=1e-6, gloo=1e-3, memcpy=1e-7),
+            size: times(arena=1.0, tensor=2.0, persistent=2.0, library=3.5, gloo=14.0, memcpy=0.8),
         },
         "halves": {size: times(fp16=1.0, bf16=1.0)},
         "reduce_scatter": {size: times(arena=1.0, tensor=2.0, library=2.5)},
