@@ -24,7 +24,7 @@ NoDecay = Literal["vectors", "embeddings", "nothing"]  # trainer.optimizing
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]  # pipe.schedule
 Mode = Literal["sync", "server", "local"]  # trainer.trainer
 Outer = Literal["average", "nesterov"]  # loose.averaging
-AllReduce = Literal["mpi", "ring", "tree", "halving", "shared", "two_level"]  # comm.collectives
+AllReduce = Literal["mpi", "ring", "tree", "halving", "shared", "staged", "two_level"]  # comm.collectives
 DeviceWay = Literal["mpi", "staged", "peer", "nccl"]  # comm.collectives.transports
 Compression = Literal["fp16", "bf16", "topk", "powersgd"]  # comm.compression
 

@@ -13,15 +13,17 @@ alone, without any ranks. Users can add algorithms:
 Every rank must register the same algorithms. An algorithm makes its program from a `Setting`, which describes one call:
 sizes, and the placement of ranks and data.
 
-The fastest algorithm for each size comes from built-in defaults or from a table measured on this machine.
-`python -m mpitrain.doctor --tune` measures and writes the table, one file per kind of machine and MPI library, under
-$XDG_CACHE_HOME/mpitrain (or ~/.cache/mpitrain). Rank 0 reads it, and all ranks use it.
+The fastest algorithm for each size comes from built-in defaults or from a table measured on this machine: one file per
+kind of machine and MPI library, under $XDG_CACHE_HOME/mpitrain (or ~/.cache/mpitrain). Rank 0 reads it, and all ranks
+use it. `python -m mpitrain.doctor --tune` measures and writes it; what it lacks for ordinary tensors is measured when
+an operation is first used (`collectives/first_use.py`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +39,8 @@ from mpitrain.storage.text import bytes_text
 
 RING_SEGMENT = 1 << 20  # bytes of one ring message; with smaller ones, Python costs more time than overlap saves
 SHARED_CHUNK = 1 << 17  # bytes of a chunk that is summed and written while it is in a core's cache
-STAGED_PIECE = 1 << 20  # bytes of the piece of a vector that is in one staging slot
+READ_CHUNK = 1 << 19  # the same where a system call reads the chunk from another process: each call costs microseconds
+STAGED_PIECE = 2 << 20  # largest number of bytes of the chunks of all ranks in one staging slot
 
 
 @dataclass(frozen=True)
@@ -101,9 +104,15 @@ def _message_count(nbytes: int) -> int:
     return segments_of(nbytes, RING_SEGMENT)
 
 
-def cache_chunks(nbytes: int) -> int:
-    """Return the number of chunks into which a block is cut, so that each chunk is summed in a core's cache."""
-    return segments_of(nbytes, SHARED_CHUNK, most=1 << 20)
+def cache_chunks(nbytes: int, memory: str = "arena") -> int:
+    """Return the number of chunks into which a block is cut, so that each chunk is summed in a core's cache.
+
+    Args:
+        nbytes: Bytes of the block.
+        memory: Location of the vectors, see `Setting.memory`.
+    """
+    mapped = memory in ("arena", "device")
+    return segments_of(nbytes, SHARED_CHUNK if mapped else READ_CHUNK, most=1 << 20)
 
 
 def always(*_: object) -> bool:
@@ -119,9 +128,11 @@ class Algorithm:
         program: Makes the program for a setting; None stands for the call of the MPI library.
         one_node: True if all ranks must be on one node.
         reach: True if ranks access each other's vectors, which must then be in an arena or accessible by system calls.
-        stages: With `reach`, True if vectors that cannot be accessed pass through shared staging memory.
+        stages: True if vectors pass through shared staging memory; with `reach`, only those that cannot be accessed.
         reproduces: For a setting, returns True if the algorithm reduces in the order of the fixed tree over the ranks
             (`tree_order`).
+        order: Name of the order in which it reduces; algorithms with the same order give the same bits. "" if no other
+            algorithm has this order.
         instead: Algorithms to recommend in messages if this one cannot be used.
     """
 
@@ -130,6 +141,7 @@ class Algorithm:
     reach: bool = False
     stages: bool = False
     reproduces: Callable[[Setting], bool] = lambda setting: False
+    order: str = ""
     instead: str = "auto"
 
 
@@ -211,6 +223,7 @@ def _between_nodes(places: tuple[str, ...], *rules: Rule) -> dict[str, tuple[Rul
 _DEFAULTS: dict[str, dict[str, tuple[Rule, ...]]] = {
     "all_reduce": {
         **_shared_from(12 * KIB, 32 * KIB, 96 * KIB, 512 * KIB),
+        "node": ((96 * KIB, "mpi"), (_NO_LIMIT, "staged")),
         **_between_nodes(_NODES, (64 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
         **_between_nodes(_SINGLE, (128 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
     },
@@ -359,10 +372,14 @@ def table_path(machine: str) -> Path:
 
 
 def load_tuning(machine: str) -> Tuning:
-    """Return the measured table of a machine, or the built-in defaults if there is no readable table."""
+    """Return the measured table of a machine, or the built-in defaults, with a warning if there is a damaged table."""
+    path = table_path(machine)
     try:
-        return Tuning.from_json(read_plain(table_path(machine)).decode())
-    except (OSError, ValueError):
+        return Tuning.from_json(read_plain(path).decode())
+    except (FileNotFoundError, NotADirectoryError):
+        return Tuning()
+    except (OSError, ValueError) as error:
+        warnings.warn(f"the tuning table {path} is ignored ({error}); delete it", RuntimeWarning, stacklevel=2)
         return Tuning()
 
 
@@ -391,9 +408,14 @@ def _halving_all_reduce(s: Setting) -> Program:
 
 
 def _shared_all_reduce(s: Setting) -> Program:
-    if s.memory != "private":
-        return shared.shared_all_reduce(s.size, cache_chunks(s.nbytes // s.size), tree=s.reproducible)
-    return shared.staged_all_reduce(s.size, segments_of(s.nbytes, STAGED_PIECE, most=1 << 30), tree=s.reproducible)
+    if s.memory == "private":
+        return _staged_all_reduce(s)
+    return shared.shared_all_reduce(s.size, cache_chunks(s.nbytes // s.size, s.memory), tree=s.reproducible)
+
+
+def _staged_all_reduce(s: Setting) -> Program:
+    chunk = min(SHARED_CHUNK, STAGED_PIECE // s.size)
+    return shared.staged_all_reduce(s.size, segments_of(s.nbytes // s.size, chunk, most=1 << 30), tree=s.reproducible)
 
 
 def _two_level_all_reduce(s: Setting) -> Program:
@@ -412,7 +434,21 @@ ALL_REDUCE = Algorithms(
         ),
         "halving": Algorithm(_halving_all_reduce, reproduces=lambda s: s.size & (s.size - 1) == 0),
         "shared": Algorithm(
-            _shared_all_reduce, one_node=True, reach=True, stages=True, reproduces=always, instead="two_level or auto"
+            _shared_all_reduce,
+            one_node=True,
+            reach=True,
+            stages=True,
+            reproduces=always,
+            order="slices",
+            instead="two_level or auto",
+        ),
+        "staged": Algorithm(
+            _staged_all_reduce,
+            one_node=True,
+            stages=True,
+            reproduces=always,
+            order="slices",
+            instead="two_level or auto",
         ),
         "two_level": Algorithm(_two_level_all_reduce, reach=True, stages=True),
     },
@@ -422,7 +458,7 @@ PAIRWISE_ALL_REDUCE = Algorithm(lambda s: messages.pairwise_all_reduce(s.size, s
 
 
 def _shared_reduce_scatter(s: Setting) -> Program:
-    return shared.shared_reduce_scatter(s.size, cache_chunks(s.block), tree=s.reproducible)
+    return shared.shared_reduce_scatter(s.size, cache_chunks(s.block, s.memory), tree=s.reproducible)
 
 
 def _two_level_reduce_scatter(s: Setting) -> Program:
@@ -464,7 +500,7 @@ BROADCAST = Algorithms(
 
 
 def _shared_reduce(s: Setting) -> Program:
-    return shared.shared_reduce(s.size, s.root, cache_chunks(s.nbytes // s.size))
+    return shared.shared_reduce(s.size, s.root, cache_chunks(s.nbytes // s.size, s.memory))
 
 
 REDUCE = Algorithms(

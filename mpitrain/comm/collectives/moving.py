@@ -27,6 +27,7 @@ from mpitrain.comm.collectives.binding import (
     offsets,
 )
 from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes
+from mpitrain.comm.collectives.first_use import TunedOperation
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import library_volume
 from mpitrain.comm.memory.buffers import bytes_at, even_blocks, pieces, shares_memory, tensor_at, uneven_blocks
@@ -78,7 +79,7 @@ def _bind_broadcast(binder: Binder, x: Tensor, root: int, algorithm: str) -> Com
     return binder.compile(program, binder.layout_in_place(program, x, neighbours), None, arena, description=description)
 
 
-BROADCAST = CollectiveOperation(
+BROADCAST = TunedOperation(
     "broadcast",
     _bind_broadcast,
     parameters=("root", "algorithm"),
@@ -171,7 +172,7 @@ def _bind_all_gather(binder: Binder, out: Tensor, x: Tensor, algorithm: str, cou
     return Compiled([*place, inner], [inner])
 
 
-ALL_GATHER = CollectiveOperation(
+ALL_GATHER = TunedOperation(
     "all_gather",
     _bind_all_gather,
     parameters=("algorithm", "counts"),

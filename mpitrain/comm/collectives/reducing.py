@@ -24,13 +24,13 @@ from mpitrain.comm.algorithms.shared import COMPLETE, READ, deferred_reduce_scat
 from mpitrain.comm.collectives.binding import (
     NOTHING,
     Binder,
-    CollectiveOperation,
     Invocation,
     make_copy,
     make_scaling,
     offsets,
 )
 from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes
+from mpitrain.comm.collectives.first_use import TunedOperation
 from mpitrain.comm.collectives.moving import ALL_GATHER
 from mpitrain.comm.compression import Bucket, Compression
 from mpitrain.comm.job.mpi import MPI
@@ -63,8 +63,8 @@ def all_reduce(
         x: A contiguous tensor or array, with the same size and dtype on all ranks.
         op: sum, product, min, max or avg. Integers wrap on overflow; their average is the sum divided by the number of
             ranks and rounded toward zero.
-        algorithm: auto, mpi, ring, tree, halving, shared, two_level, or a registered algorithm. Sums of 8-bit and
-            16-bit integers use halving instead of mpi, because those of Open MPI saturate.
+        algorithm: auto, mpi, ring, tree, halving, shared, staged, two_level, or a registered algorithm. Sums of 8-bit
+            and 16-bit integers use halving instead of mpi, because those of Open MPI saturate.
         async_op: If true, return at once with a `Work`; do not touch x before it is complete.
         compression: Sends fewer bytes and gives an approximate sum or avg, see `mpitrain.comm.compression`; the same on
             all ranks.
@@ -173,11 +173,13 @@ def _bind_all_reduce(
         volume = library_volume(binder.topology, "all_reduce", x.nbytes)
         return Compiled([*calls, *make_scaling(x, reduction)], volume=volume)
     if chosen.reach:
-        arena, neighbours = binder.reach(x)
-        if neighbours is not None:
-            setting = replace(setting, memory="reachable")
-        elif arena is None and (not chosen.stages or binder.staging() is None):
-            return _bind_all_reduce(binder, x, op, "ring", reproducible)
+        neighbours = binder.reach(x)[1]
+        setting = setting if neighbours is None else replace(setting, memory="reachable")
+    unreached = chosen.reach and setting.memory == "private"
+    if (unreached and not chosen.stages) or (
+        chosen.stages and (unreached or not chosen.reach) and not binder.staging()
+    ):
+        return _bind_all_reduce(binder, x, op, "ring", reproducible)
     program = binder.program(chosen, setting)
     if x.dtype in HALVES and program.sends_partial_sums:
         return binder.bind_widened(x, lambda wide: _bind_all_reduce(binder, wide, op, name, reproducible, description))
@@ -190,7 +192,7 @@ def _bind_all_reduce(
     )
 
 
-ALL_REDUCE = CollectiveOperation(
+ALL_REDUCE = TunedOperation(
     "all_reduce",
     _bind_all_reduce,
     parameters=("op", "algorithm", "reproducible"),
@@ -260,7 +262,7 @@ def _bind_reduce(binder: Binder, x: Tensor, op: str, root: int, algorithm: str) 
     return Compiled([inner], [inner, sums])
 
 
-REDUCE = CollectiveOperation(
+REDUCE = TunedOperation(
     "reduce",
     _bind_reduce,
     parameters=("op", "root", "algorithm"),
@@ -378,7 +380,7 @@ def _bind_reduce_scatter(
     return Compiled([inner, make_copy(out, whole[first : first + out.numel()])], [inner, whole])
 
 
-REDUCE_SCATTER = CollectiveOperation(
+REDUCE_SCATTER = TunedOperation(
     "reduce_scatter",
     _bind_reduce_scatter,
     parameters=("op", "counts", "algorithm", "reproducible"),
