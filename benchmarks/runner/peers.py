@@ -257,6 +257,7 @@ def _deepspeed_training(module: nn.Module, loss: Loss, make_optimizer: MakeOptim
     """
     # DeepSpeed requires the launcher's number, which need not follow the order of ranks
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")}
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     deepspeed: Any = importlib.import_module("deepspeed")
     deepspeed.utils.logger.setLevel("ERROR")
     optimizer = make_optimizer(module)
