@@ -24,7 +24,7 @@ import torch
 
 from mpitrain.comm.collectives.binding import Binder, CollectiveOperation
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.topology import this_machine
+from mpitrain.comm.job.topology import all_gather_bytes, this_machine
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.selection import TABLES, Algorithms
 from mpitrain.comm.tuning import Rule, Tuning, load_tuning, rules_from, rules_key, save_tuning
@@ -64,7 +64,8 @@ class TunedOperation(CollectiveOperation):
         key, rules = rules_key(self.name, place, size), Tuning().rules(self.name, place, size)
         # ranks that call something else instead, such as a smaller operation, get an error instead of hanging
         binder.with_signature(f"first {self.name} of {MEASURED_FROM} bytes or more", Compiled(()), synchronizes=False)()
-        known = comm.bcast(load_tuning(machine).measured.get(key) if comm.rank == 0 else None)
+        mine = load_tuning(machine) if comm.rank == 0 else Tuning()
+        known = Tuning.from_json(all_gather_bytes(comm, mine.to_json().encode())[0].decode()).measured.get(key)
         if known is not None:
             rules = known
         elif any(others for _, _, others in candidates(self.name, place, size)):

@@ -43,7 +43,7 @@ from mpitrain.errors import CommunicationError
 Call = Callable[[], object]
 
 STEP = 1 << 28  # a word is number * STEP + digest
-SIGNED_CALLS = 16  # one in so many calls of a persistent operation is signed, if the MPI library performs it
+SIGNED_CALLS = 16  # one in 16 calls of a persistent operation is signed, if the MPI library performs it
 _MEETS = 1  # bit of a digest that is set if the ranks meet at a fence
 _TEXT = 128  # bytes of a directory entry: a digest and its text
 _ENTRIES = 31
