@@ -26,7 +26,7 @@ from mpitrain.comm.collectives.binding import (
     make_copy,
     offsets,
 )
-from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes, is_negated
 from mpitrain.comm.collectives.first_use import TunedOperation
 from mpitrain.comm.compression import Compression
 from mpitrain.comm.job.mpi import MPI
@@ -55,12 +55,13 @@ def broadcast(comm: Dispatcher, x: Any, root: int, algorithm: str = "auto", asyn
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
     try:
-        ready = comm.ready["broadcast", x.data_ptr(), x.numel(), x.dtype, root, algorithm]
+        ready = comm.ready["broadcast", x.data_ptr(), numel := x.numel(), x.dtype, root, algorithm]
     except NOT_READY:
-        ready = None
-    if ready is not None and not async_op and x.is_contiguous():
-        ready(x)
-        return None
+        pass
+    else:
+        if not async_op and x.is_contiguous() and (numel > 1 or not x.is_neg()):
+            ready()
+            return None
     return comm.call(BROADCAST, async_op, (x,), (comm.rank != root,), root, algorithm)
 
 
@@ -122,10 +123,12 @@ def all_gather(
         block = x.data_ptr(), x.numel(), x.dtype
         ready = comm.ready["all_gather", out.data_ptr(), out.numel(), out.dtype, block, algorithm, counts]
     except NOT_READY:
-        ready = None
-    if ready is not None and not async_op and compression is None and x.is_contiguous() and out.is_contiguous():
-        ready(out)
-        return None
+        pass
+    else:
+        simple = not async_op and compression is None
+        if simple and x.is_contiguous() and out.is_contiguous() and (block[1] > 1 or not is_negated(x, out)):
+            ready()
+            return None
     if compression is not None:
         make_call = partial(_make_compressed_gather, comm, compression, counts)
         return comm.begin(make_call, async_op, (out, x), (True, False))
@@ -240,12 +243,14 @@ def gather(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = False
     """
     try:
         whole = None if out is None else (out.data_ptr(), out.numel(), out.dtype)
-        ready = comm.ready["gather", x.data_ptr(), x.numel(), x.dtype, whole, root]
+        ready = comm.ready["gather", x.data_ptr(), numel := x.numel(), x.dtype, whole, root]
     except NOT_READY:
-        ready = None
-    if ready is not None and not async_op and x.is_contiguous() and (out is None or out.is_contiguous()):
-        ready(x)
-        return None
+        pass
+    else:
+        contiguous = x.is_contiguous() and (out is None or out.is_contiguous())
+        if contiguous and not async_op and (numel > 1 or not is_negated(x, out)):
+            ready()
+            return None
     return comm.call(GATHER, async_op, (x, out) if comm.rank == root else (x,), (False, True), root)
 
 
@@ -264,12 +269,14 @@ def scatter(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = Fals
     """
     try:
         whole = None if x is None else (x.data_ptr(), x.numel(), x.dtype)
-        ready = comm.ready["scatter", out.data_ptr(), out.numel(), out.dtype, whole, root]
+        ready = comm.ready["scatter", out.data_ptr(), numel := out.numel(), out.dtype, whole, root]
     except NOT_READY:
-        ready = None
-    if ready is not None and not async_op and out.is_contiguous() and (x is None or x.is_contiguous()):
-        ready(out)
-        return None
+        pass
+    else:
+        contiguous = out.is_contiguous() and (x is None or x.is_contiguous())
+        if contiguous and not async_op and (numel > 1 or not is_negated(x, out)):
+            ready()
+            return None
     return comm.call(SCATTER, async_op, (out, x) if comm.rank == root else (out,), (True, False), root)
 
 
@@ -340,13 +347,14 @@ def all_to_all(
     """
     try:
         whole = out.data_ptr(), out.numel(), out.dtype
-        ready = comm.ready["all_to_all", x.data_ptr(), x.numel(), x.dtype, whole]
+        ready = comm.ready["all_to_all", x.data_ptr(), numel := x.numel(), x.dtype, whole]
     except NOT_READY:
-        ready = None
-    even = in_counts is None and out_counts is None
-    if ready is not None and even and not async_op and x.is_contiguous() and out.is_contiguous():
-        ready(x)
-        return None
+        pass
+    else:
+        simple = not async_op and in_counts is None and out_counts is None
+        if simple and x.is_contiguous() and out.is_contiguous() and (numel > 1 or not is_negated(x, out)):
+            ready()
+            return None
     return comm.begin(partial(_check_all_to_all, comm, in_counts, out_counts), async_op, (x, out), (False, True))
 
 

@@ -106,20 +106,41 @@ class Communication(NamedTuple):
     sequence: int
 
 
+class RecordedOperation(NamedTuple):
+    """Operation in a `Record`. It describes the tensor without keeping its memory alive.
+
+    Attributes:
+        name: Name of the operation.
+        dtype, shape: Dtype and shape of its tensor; the dtype is None for an operation without data.
+    """
+
+    name: str = ""
+    dtype: torch.dtype | None = None
+    shape: Sequence[int] = ()
+
+    @classmethod
+    def on(cls, name: str, tensor: torch.Tensor | None) -> RecordedOperation:
+        """Return the description of an operation on a tensor; None for an operation without data."""
+        return cls(name) if tensor is None else cls(name, tensor.dtype, tensor.shape)
+
+
 class Record:
     """The operation that a rank is in on one communicator. Operations write it, the watchdog reads it.
 
     Attributes:
         members: World ranks that all carry out the same operations in the same order.
         key: Name of the record, the same on all members.
+        sequence: Number of operations begun so far.
+        operation: Operation that was begun last.
+        since: `time.monotonic()` at its beginning; 0 once it has ended.
         awaited: World ranks, one of which must send or receive a message for the wait to end.
         has_deadline: True if the wait ends by itself after a time limit.
         without_deadline: True if the wait may take any time, as long as all ranks answer the watchdog.
     """
 
     __slots__ = (
-        "__weakref__", "awaited", "has_deadline", "key", "label", "members", "name", "sequence", "since", "tensor",
-        "thread", "without_deadline",
+        "__weakref__", "awaited", "has_deadline", "key", "label", "members", "operation", "sequence", "since",
+        "without_deadline",
     )  # fmt: skip
 
     def __init__(self, label: str, members: Sequence[int] = (), key: str = "") -> None:
@@ -127,10 +148,8 @@ class Record:
         self.awaited: Sequence[int] = ()
         self.has_deadline = self.without_deadline = False
         self.sequence = 0
-        self.name = ""
-        self.tensor: torch.Tensor | None = None  # the operation's tensor while it runs
-        self.since = 0.0  # time.monotonic() at the beginning of the operation; 0: in no operation
-        self.thread = 0
+        self.operation = RecordedOperation()
+        self.since = 0.0
 
     def begin(self, name: str, tensor: torch.Tensor | None) -> None:
         """Note that an operation begins.
@@ -140,13 +159,12 @@ class Record:
             tensor: Tensor that it works on; None for an operation without data.
         """
         self.sequence += 1
-        self.name, self.tensor = name, tensor
-        self.thread = threading.get_ident()
+        self.operation = RecordedOperation.on(name, tensor)
         self.since = time.monotonic()
 
     def end(self) -> None:
         """Note that the operation has ended."""
-        self.since, self.tensor = 0.0, None
+        self.since = 0.0
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
@@ -175,9 +193,9 @@ class Record:
 
     def text(self) -> str:
         """Return a description of the operation for messages."""
-        tensor = self.tensor
-        data = f" of {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" if tensor is not None else ""
-        return f"{self.label}: {self.name} #{self.sequence}{data}"
+        name, dtype, shape = self.operation
+        data = "" if dtype is None else f" of {str(dtype).removeprefix('torch.')} {tuple(shape)}"
+        return f"{self.label}: {name} #{self.sequence}{data}"
 
 
 class Callbacks:
@@ -268,18 +286,17 @@ class TrafficCounters:
 
     def make_counting_call(
         self,
-        perform: Callable[..., float],
+        perform: Callable[[], object],
         operation: str,
         axis: str,
         volume: Volume,
         record: Record,
         first: Callable[[], None] | None = None,
-    ) -> Callable[[object], None]:
+    ) -> Callable[[], None]:
         """Return a function that performs an operation, any number of times, and counts it.
 
         Args:
-            perform: Function that performs the operation, shows it in the record, and returns time.monotonic() of its
-                beginning.
+            perform: Function that performs the operation and shows it in the record.
             operation: Name of the operation.
             axis: Label of its communicator.
             volume: Algorithm, and bytes of each call.
@@ -289,17 +306,18 @@ class TrafficCounters:
         algorithm, inside, between = volume.algorithm or "none", volume.inside, volume.between
         row, main, now = self._row(operation, axis, algorithm, id(record)), self._main, clock
 
-        def call_and_count(tensor: object) -> None:
+        def call_and_count() -> None:
             if first is not None:
                 first()
-            begin = perform(tensor)
+            begin = now()
+            perform()
             end = now()
             spent = end - begin
             row[0] += 1
             row[1] += inside
             row[2] += between
             row[3] += spent
-            if record.thread == main:
+            if threading.get_ident() == main:
                 self.waited += spent
             if self._recorded is not None:
                 self.append_record(operation, axis, volume, begin, end, record.key, record.sequence)
