@@ -127,19 +127,21 @@ class RecordedOperation(NamedTuple):
 class Record:
     """The operation that a rank is in on one communicator. Operations write it, the watchdog reads it.
 
+    An operation does not read the clock, which would take a quarter of the time that a persistent call adds to MPI's.
+    The threads that watch the record several times per second note when they have first seen an operation.
+
     Attributes:
         members: World ranks that all carry out the same operations in the same order.
         key: Name of the record, the same on all members.
         sequence: Number of operations begun so far.
-        operation: Operation that was begun last.
-        since: `time.monotonic()` at its beginning; 0 once it has ended.
+        operation: Operation that the rank is in; None between operations.
         awaited: World ranks, one of which must send or receive a message for the wait to end.
         has_deadline: True if the wait ends by itself after a time limit.
         without_deadline: True if the wait may take any time, as long as all ranks answer the watchdog.
     """
 
     __slots__ = (
-        "__weakref__", "awaited", "has_deadline", "key", "label", "members", "operation", "sequence", "since",
+        "__weakref__", "_seen", "awaited", "has_deadline", "key", "label", "members", "operation", "sequence",
         "without_deadline",
     )  # fmt: skip
 
@@ -148,8 +150,22 @@ class Record:
         self.awaited: Sequence[int] = ()
         self.has_deadline = self.without_deadline = False
         self.sequence = 0
-        self.operation = RecordedOperation()
-        self.since = 0.0
+        self.operation: RecordedOperation | None = None
+        self._seen = 0, RecordedOperation(), 0.0  # operation seen last: its number and description, and the time
+
+    @property
+    def since(self) -> float:
+        """`time.monotonic()` at which somebody first read this attribute during the operation; 0 between operations."""
+        operation, sequence = self.operation, self.sequence
+        if operation is None:
+            return 0.0
+        if self._seen[0] != sequence or self._seen[1] is not operation:
+            self._seen = sequence, operation, time.monotonic()
+        return self._seen[2]
+
+    def restart(self) -> None:
+        """Set `since` to the present time, because the rank continues to wait for good reason."""
+        self._seen = *self._seen[:2], time.monotonic()
 
     def begin(self, name: str, tensor: torch.Tensor | None) -> None:
         """Note that an operation begins.
@@ -160,11 +176,10 @@ class Record:
         """
         self.sequence += 1
         self.operation = RecordedOperation.on(name, tensor)
-        self.since = time.monotonic()
 
     def end(self) -> None:
         """Note that the operation has ended."""
-        self.since = 0.0
+        self.operation = None
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
@@ -192,8 +207,8 @@ class Record:
             self.sequence -= 1
 
     def text(self) -> str:
-        """Return a description of the operation for messages."""
-        name, dtype, shape = self.operation
+        """Return a description of the operation, or of the one seen last, for messages."""
+        name, dtype, shape = self.operation or self._seen[1]
         data = "" if dtype is None else f" of {str(dtype).removeprefix('torch.')} {tuple(shape)}"
         return f"{self.label}: {name} #{self.sequence}{data}"
 

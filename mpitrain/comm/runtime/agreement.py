@@ -27,7 +27,6 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence, Sized
 
 import numpy as np
@@ -200,7 +199,7 @@ def make_repeated_call(
         signed: The rank signs one operation in this number of operations; a power of two.
     """
     signature, performed = calls[0] if calls else None, tuple(calls)
-    last, unsigned, now = [0], -1, time.monotonic  # unsigned: bits of the number of an operation that is not signed
+    last, unsigned = [0], -1  # unsigned: bits of the sequence number of an operation that is not signed
     if isinstance(signature, Signature):
         unsigned = signed - 1
         performed, digest, register = performed[1:], signature.digest, signature.register
@@ -221,7 +220,6 @@ def make_repeated_call(
         if signs := not sequence & unsigned:  # early, so that the ranks' words are likely there when they are read
             own_word[0] = word = number + digest
         record.operation = operation
-        record.since = now()
         try:
             if signs:
                 for theirs in other_words:
@@ -232,7 +230,7 @@ def make_repeated_call(
         except MPI.Exception as error:
             raise CommunicationError(f"{record.text()} failed in MPI: {error}") from error
         finally:
-            record.since = 0.0
+            record.operation = None
 
     return perform
 

@@ -232,7 +232,7 @@ class Watchdog:
             if record.since != since:  # a message has arrived meanwhile
                 return True
             if not silent:  # the others may be slow: ask them again after the same time
-                record.since = time.monotonic()
+                record.restart()
                 return True
             numbers = ", ".join(map(str, silent))
             who = f"rank {numbers} does" if len(silent) == 1 else f"ranks {numbers} do"
