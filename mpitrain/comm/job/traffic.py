@@ -127,7 +127,7 @@ class RecordedOperation(NamedTuple):
 class Record:
     """The operation that a rank is in on one communicator. Operations write it, the watchdog reads it.
 
-    An operation does not read the clock, which would take a quarter of the time that a persistent call adds to MPI's.
+    An operation does not read the clock: that would be a fifth of the time that a persistent call adds to MPI's own.
     The threads that watch the record several times per second note when they have first seen an operation.
 
     Attributes:
