@@ -494,12 +494,12 @@ def _may_repeat(x: torch.Tensor | None) -> bool:
     return x is None or (x.is_cpu and not x.is_complex())
 
 
-def is_negated(*tensors: Any) -> bool:
-    """Return True if a tensor is lazily negated, as the imaginary part of a lazily conjugated tensor is.
+def is_negated(part: Any, whole: Any) -> bool:
+    """Return True if one of the tensors is lazily negated, as the imaginary part of a lazily conjugated tensor is.
 
-    Of such tensors, only those of one element are contiguous.
+    Of such tensors, those of one element are contiguous. On some ranks there is no `whole`.
     """
-    return any(x is not None and x.is_neg() for x in tensors)
+    return bool(part.is_neg() or (whole is not None and whole.is_neg()))
 
 
 class CombinedWork(Work):

@@ -59,7 +59,7 @@ def broadcast(comm: Dispatcher, x: Any, root: int, algorithm: str = "auto", asyn
     except NOT_READY:
         pass
     else:
-        if not async_op and x.is_contiguous() and (numel > 1 or not x.is_neg()):
+        if not async_op and (x.is_contiguous() if numel > 1 else not x.is_neg()):
             ready()
             return None
     return comm.call(BROADCAST, async_op, (x,), (comm.rank != root,), root, algorithm)
@@ -126,7 +126,7 @@ def all_gather(
         pass
     else:
         simple = not async_op and compression is None
-        if simple and x.is_contiguous() and out.is_contiguous() and (block[1] > 1 or not is_negated(x, out)):
+        if simple and out.is_contiguous() and (x.is_contiguous() if block[1] > 1 else not is_negated(x, out)):
             ready()
             return None
     if compression is not None:
@@ -247,8 +247,8 @@ def gather(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = False
     except NOT_READY:
         pass
     else:
-        contiguous = x.is_contiguous() and (out is None or out.is_contiguous())
-        if contiguous and not async_op and (numel > 1 or not is_negated(x, out)):
+        plain = x.is_contiguous() if numel > 1 else not is_negated(x, out)
+        if plain and not async_op and (out is None or out.is_contiguous()):
             ready()
             return None
     return comm.call(GATHER, async_op, (x, out) if comm.rank == root else (x,), (False, True), root)
@@ -273,8 +273,8 @@ def scatter(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = Fals
     except NOT_READY:
         pass
     else:
-        contiguous = out.is_contiguous() and (x is None or x.is_contiguous())
-        if contiguous and not async_op and (numel > 1 or not is_negated(x, out)):
+        plain = out.is_contiguous() if numel > 1 else not is_negated(out, x)
+        if plain and not async_op and (x is None or x.is_contiguous()):
             ready()
             return None
     return comm.call(SCATTER, async_op, (out, x) if comm.rank == root else (out,), (True, False), root)
@@ -352,7 +352,7 @@ def all_to_all(
         pass
     else:
         simple = not async_op and in_counts is None and out_counts is None
-        if simple and x.is_contiguous() and out.is_contiguous() and (numel > 1 or not is_negated(x, out)):
+        if simple and out.is_contiguous() and (x.is_contiguous() if numel > 1 else not is_negated(x, out)):
             ready()
             return None
     return comm.begin(partial(_check_all_to_all, comm, in_counts, out_counts), async_op, (x, out), (False, True))

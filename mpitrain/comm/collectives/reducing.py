@@ -82,7 +82,7 @@ def all_reduce(
         pass
     else:
         simple = not async_op and compression is None
-        if simple and x.is_contiguous() and (numel > 1 or not x.is_neg()):
+        if simple and (x.is_contiguous() if numel > 1 else not x.is_neg()):
             ready()
             return None
     if compression is not None:
@@ -271,7 +271,7 @@ def reduce(
     except NOT_READY:
         pass
     else:
-        if not async_op and x.is_contiguous() and (numel > 1 or not x.is_neg()):
+        if not async_op and (x.is_contiguous() if numel > 1 else not x.is_neg()):
             ready()
             return None
     return comm.call(REDUCE, async_op, (x,), (comm.rank == root,), op, root, algorithm)
@@ -363,7 +363,7 @@ def reduce_scatter(
     except NOT_READY:
         pass
     else:
-        if not async_op and x.is_contiguous() and out.is_contiguous() and (block[1] > 1 or not is_negated(x, out)):
+        if not async_op and x.is_contiguous() and (out.is_contiguous() if block[1] > 1 else not is_negated(out, x)):
             ready()
             return None
     return comm.call(REDUCE_SCATTER, async_op, (x, out), (False, True), op, counts, algorithm, reproducible)
