@@ -494,14 +494,6 @@ def _may_repeat(x: torch.Tensor | None) -> bool:
     return x is None or (x.is_cpu and not x.is_complex())
 
 
-def is_negated(part: Any, whole: Any) -> bool:
-    """Return True if one of the tensors is lazily negated, as the imaginary part of a lazily conjugated tensor is.
-
-    Of such tensors, those of one element are contiguous. On some ranks there is no `whole`.
-    """
-    return bool(part.is_neg() or (whole is not None and whole.is_neg()))
-
-
 class CombinedWork(Work):
     """Handle of several operations that were started as one."""
 

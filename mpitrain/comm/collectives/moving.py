@@ -26,12 +26,20 @@ from mpitrain.comm.collectives.binding import (
     make_copy,
     offsets,
 )
-from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes, is_negated
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes
 from mpitrain.comm.collectives.first_use import TunedOperation
 from mpitrain.comm.compression import Compression
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import library_volume
-from mpitrain.comm.memory.buffers import bytes_at, even_blocks, pieces, shares_memory, tensor_at, uneven_blocks
+from mpitrain.comm.memory.buffers import (
+    bytes_at,
+    even_blocks,
+    is_negated,
+    pieces,
+    shares_memory,
+    tensor_at,
+    uneven_blocks,
+)
 from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.programs.program import chunk_bounds
 from mpitrain.comm.runtime.agreement import Call

@@ -30,13 +30,13 @@ from mpitrain.comm.collectives.binding import (
     make_scaling,
     offsets,
 )
-from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes, is_negated
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes
 from mpitrain.comm.collectives.first_use import TunedOperation
 from mpitrain.comm.collectives.moving import ALL_GATHER, ALL_TO_ALL
 from mpitrain.comm.compression import Bucket, Collectives, Compression
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Note, Volume, library_volume
-from mpitrain.comm.memory.buffers import shares_memory, typed_buffer, typed_buffers
+from mpitrain.comm.memory.buffers import is_negated, shares_memory, typed_buffer, typed_buffers
 from mpitrain.comm.memory.elements import HALVES
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.runtime.agreement import Call
