@@ -193,9 +193,9 @@ class Watchdog:
 
     def place(self) -> dict[str, object]:
         """Return where this rank is: its operations, its source line outside this package, and whether it is late."""
+        busy = [(record, since) for record in self.records if (since := record.since)]
         now = time.monotonic()
-        busy = [r for r in self.records if r.since]
-        doing = "; ".join(f"{r.text()}, {now - r.since:.0f} s" for r in busy) or "not in an operation"
+        doing = "; ".join(f"{record.text()}, {now - since:.0f} s" for record, since in busy) or "not in an operation"
         frames = sys._current_frames()
         main = frames.pop(self._main, None)
         threads = [frame for frame in (main, *frames.values()) if frame is not None and _is_communicating(frame)]
