@@ -197,9 +197,11 @@ class Watchdog:
         now = time.monotonic()
         doing = "; ".join(f"{record.text()}, {now - since:.0f} s" for record, since in busy) or "not in an operation"
         frames = sys._current_frames()
-        main = frames.pop(self._main, None)
-        threads = [frame for frame in (main, *frames.values()) if frame is not None and _is_communicating(frame)]
-        frame = threads[0] if threads and busy else main
+        main = frames.get(self._main)
+        del frames[threading.get_ident()]  # the thread that asks is in no operation
+        order = sorted(frames, key=lambda thread: thread != self._main)
+        waiting = [frames[thread] for thread in order if _is_communicating(frames[thread])]
+        frame = waiting[0] if waiting and busy else main
         line = line_of(frame) if frame is not None else "nowhere"
         return {"doing": doing, "line": line, "late": self._find_late() is not None}
 
