@@ -391,7 +391,7 @@ class Alternating:
         begin = clock() if self._comm.journal.on else 0.0
         ready = self._comm.ready.get(self._key)
         if ready is not None:
-            ready(None)
+            ready()
         else:
             self._comm.dispatch(self._meeting)
         self.turn ^= 1

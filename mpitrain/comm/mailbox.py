@@ -327,7 +327,7 @@ class Mailbox(Member):
         except MPI.Exception as error:
             raise self._mpi_error("take", error) from error
         if self._listening is not None:
-            self._listening.since = time.monotonic()
+            self._listening.restart()
         letter = Letter(self, status.source, content.tolist())
         if self.process.journal.on:
             letter.note = self._note_letter("letter", Volume("letter"), status.source, self.rank)

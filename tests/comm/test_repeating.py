@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import numpy as np
 import pytest
 import torch
 
-from mpitrain.comm.job.traffic import Record
+from mpitrain.comm.job.traffic import Record, RecordedOperation
 from mpitrain.comm.memory.buffers import as_tensor
 from mpitrain.comm.runtime.agreement import NBYTES, STEP, Register, make_repeated_call
 from mpitrain.errors import CommunicationError, InputError
@@ -105,6 +106,39 @@ def test_lazily_conjugated_tensors_are_refused_in_repeated_operations(plain):
             as_tensor(lazy)
         with pytest.raises(InputError, match="lazily conjugated"):
             plain.all_reduce(lazy)
+    assert ready(plain, "all_reduce") == 1  # the imaginary part that is not negated
+
+
+@MANY
+def test_blocks_of_one_element_take_the_shorter_path_unless_they_are_negated(plain):
+    size, rank = plain.size, plain.rank
+    parts = torch.view_as_real(torch.zeros(2 * size, dtype=torch.complex64)).view(-1)
+    pairs = torch.view_as_complex(parts.view(-1, 2))
+    whole, block = parts[1 : size + 1], parts[2 * size + 1 : 2 * size + 2]  # the block is an imaginary part
+    for number in range(3):
+        whole[rank] = rank + number
+        plain.all_gather(whole, whole[rank : rank + 1])
+        assert whole.tolist() == [r + number for r in range(size)]
+        plain.reduce_scatter(block, whole)
+        assert block.item() == size * (rank + number)
+        plain.broadcast(block, 1)
+        plain.reduce(block, 1)
+        plain.gather(whole if rank == 1 else None, block, 1)
+        plain.scatter(block, whole if rank == 1 else None, 1)
+        plain.all_gather(whole, block)
+    assert [ready(plain, name) for name in ("all_gather", "reduce_scatter", "gather")] == [2, 1, 1]
+    negated = pairs[size : size + 1].conj().imag
+    assert negated.is_neg() and negated.data_ptr() == block.data_ptr()
+    for call in (
+        lambda: plain.reduce_scatter(negated, whole),
+        lambda: plain.broadcast(negated, 1),
+        lambda: plain.reduce(negated, 1),
+        lambda: plain.gather(whole if rank == 1 else None, negated, 1),
+        lambda: plain.scatter(negated, whole if rank == 1 else None, 1),
+        lambda: plain.all_gather(whole, negated),
+    ):
+        with pytest.raises(InputError, match="lazily conjugated"):
+            call()
 
 
 @MANY
@@ -209,7 +243,23 @@ def test_persistent_calls_are_correct_and_take_the_shorter_path(plain):
         assert other.view(size, 6)[:, 0].tolist() == [10 * number * r + rank for r in range(size)]
         if number == 2:  # what was prepared is checked again
             plain.arena(16).free()
-        assert all((call._perform is None) == (number == 2) for call in calls.values())
+        assert {is_prepared(call) for call in calls.values()} == {number != 2}
+
+
+def is_prepared(call) -> bool:
+    """Return True if a persistent call takes the shorter path."""
+    return getattr(call.__call__, "__qualname__", "").startswith("make_repeated_call")
+
+
+@MANY
+def test_a_dropped_persistent_call_drops_its_tensors(plain):
+    for calls in range(3):
+        x = torch.ones(1 << 18)
+        storage, call = weakref.ref(x.untyped_storage()), plain.all_reduce_init(x)
+        for _ in range(calls):
+            call()
+        del x, call
+        assert storage() is None
 
 
 @MANY
@@ -234,24 +284,25 @@ def test_persistent_calls_are_refused_as_the_operations_are(plain):
 def test_persistent_calls_of_the_library_sign_one_in_sixteen_operations():
     memory = [np.zeros(NBYTES, np.uint8) for _ in range(2)]
     registers = [Register([0, 1], rank, lambda r: memory[r].ctypes.data, ()) for rank in range(2)]
-    performed = [0, 0]
+    records, performed = [Record("test") for _ in range(2)], [0, 0]
 
     def repeated(rank, description):
         def act():
             performed[rank] += 1
 
         signature = registers[rank].signature(description, meets=False, synchronizing=True)
-        return make_repeated_call(Record("test"), "all_reduce", [signature, act], (), lambda: None, 16)
+        calls, operation = [signature, act], RecordedOperation("all_reduce")
+        return make_repeated_call(records[rank], operation, calls, (), lambda: None, 16)
 
     first, same, other = repeated(0, "sum"), repeated(1, "sum"), repeated(1, "max")
     for _ in range(20):
-        first(None)
+        first()
     assert registers[0].own_word[0] // STEP == 16
     for _ in range(20):
-        same(None)
+        same()
     for _ in range(20):
-        first(None)
+        first()
     with pytest.raises(CommunicationError, match="rank 0: sum; rank 1: max"):
         for _ in range(20):
-            other(None)
+            other()
     assert performed == [40, 20 + 11]  # operation 32 is signed

@@ -3,9 +3,55 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 
 import pytest
+import torch
 from ranks_apart import failed_job, good_job, line, rows
+
+from mpitrain.comm.job.traffic import Record, RecordedOperation
+from mpitrain.comm.runtime.agreement import make_repeated_call, run_watched
+
+
+def test_a_record_notes_when_each_operation_is_first_seen():
+    record, seen = Record("world"), []
+    operation = RecordedOperation.on("all_reduce", torch.ones(2, 3, dtype=torch.int64))
+
+    def look():
+        seen.append(record.since)
+        time.sleep(0.002)
+        assert record.since == seen[-1]
+        assert record.text() == f"world: all_reduce #{len(seen)} of int64 (2, 3)"
+
+    repeated = make_repeated_call(record, operation, [look], (), lambda: None)
+    for _ in range(3):
+        repeated()
+        assert record.since == 0
+    for wait in (record.comparing("all_reduce", None), record.during("all_reduce")):  # have the same number
+        with wait:
+            seen.append(record.since)
+            time.sleep(0.002)
+    record.restart()
+    assert 0 < seen[0] < seen[1] < seen[2] < seen[3] < seen[4] < time.monotonic()
+
+
+def test_the_line_of_a_waiting_thread_is_found_while_the_main_thread_computes(world):
+    watchdog, end = world.process.watchdog, threading.Event()
+    record = watchdog.record("test")
+
+    def wait():
+        run_watched(record, "receive", None, end.wait)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    while record.operation is None:
+        time.sleep(0.001)
+    place, _ = watchdog.place(), end.set()
+    thread.join()
+    assert place["doing"] == "test: receive #1, 0 s"
+    assert place["line"] == f"test_watchdog.py:{wait.__code__.co_firstlineno + 1} in wait"
+    assert watchdog.place()["doing"] == "not in an operation" and "test_the_line" in watchdog.place()["line"]
 
 
 def test_an_operation_that_one_rank_never_calls_reports_all_ranks(tmp_path):

@@ -45,8 +45,6 @@ T = TypeVar("T")
 
 _MAX_ENTRIES = 512  # largest number of entries in a cache
 
-Ready = Callable[[torch.Tensor | None], object]
-
 
 class BoundCache:
     """Cache of the programs that one `Binder` has bound, looked up by address, length and dtype of their tensors.
@@ -59,13 +57,13 @@ class BoundCache:
     from reusing the memory between them (glibc's aligned allocations ask for more than they finally use).
 
     Attributes:
-        ready: For some of the keys, a function that performs the whole operation, called with its tensor.
+        ready: For some of the keys, a function that performs the whole operation.
         bound: Bound programs by key.
         plans: Programs and plans they were bound from, by length and dtype.
     """
 
     def __init__(self, arenas: ArenaIndex) -> None:
-        self.ready: dict[Hashable, Ready] = {}
+        self.ready: dict[Hashable, Call] = {}
         self._followers: weakref.WeakSet[Any] = weakref.WeakSet()  # persistent calls that use functions of `ready`
         self.bound: OrderedDict[Hashable, Compiled] = OrderedDict()
         self.plans: OrderedDict[Hashable, tuple[Program, Plan]] = OrderedDict()

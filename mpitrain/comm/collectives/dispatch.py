@@ -21,17 +21,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, Invocation, Levels, Ready, Tensors
+from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, Invocation, Levels, Tensors
 from mpitrain.comm.collectives.transports.by_programs import DeviceCall, perform_through_host
 from mpitrain.comm.collectives.transports.choice import DeviceMemory, Transports, Way, perform_on_one_rank
 from mpitrain.comm.job.abort import Faults
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Member, Share, Topology
-from mpitrain.comm.job.traffic import Note, Record, TrafficCounters, Volume, clock
+from mpitrain.comm.job.traffic import Note, Record, RecordedOperation, TrafficCounters, Volume, clock
 from mpitrain.comm.memory.arena import ArenaIndex
 from mpitrain.comm.memory.buffers import as_tensor, inner_tensors, is_wrapper
 from mpitrain.comm.programs.verify import Proofs
-from mpitrain.comm.runtime.agreement import compare, make_repeated_call, run_watched
+from mpitrain.comm.runtime.agreement import Call, compare, make_repeated_call, run_watched
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.watchdog import FailureHandler, Watchdog
@@ -222,7 +222,7 @@ class Dispatcher(Member):
         ready = None if async_op else self.ready.get(_BARRIER)
         if ready is None:
             return self.dispatch(Invocation(_BARRIER, _barrier, key=_BARRIER), async_op)
-        ready(None)
+        ready()
         return None
 
     def call(
@@ -303,7 +303,7 @@ class Dispatcher(Member):
         """
         known = None if async_op or call.key is None else self.ready.get(call.key)
         if known is not None:
-            known(call.first)
+            known()
             return None
         self.compare(call.name, call.tensors, call.compared_values, call.uneven, call.placed)
         device = self._device_of(call.name, call.tensors)
@@ -326,7 +326,7 @@ class Dispatcher(Member):
                 self.ready[call.key] = self.make_repeat(call, compiled)
         return None
 
-    def make_repeat(self, call: Invocation, compiled: Compiled, signed: int = 1) -> Ready:
+    def make_repeat(self, call: Invocation, compiled: Compiled, signed: int = 1) -> Call:
         """Return a function that performs an operation again, and counts it while the traffic counters are on.
 
         Args:
@@ -335,10 +335,10 @@ class Dispatcher(Member):
             signed: The rank signs one operation in this number, see `make_repeated_call`.
         """
         name, record, drain, journal = call.name, self._record, self._worker.drain, self.journal
-        waiting = self._worker.queue if self._background is None else ()
+        waiting, shown = self._worker.queue if self._background is None else (), RecordedOperation.on(name, call.first)
         if not (journal.on and call.counts):
-            return make_repeated_call(record, name, compiled.calls, waiting, drain, signed)
-        counted = make_repeated_call(record, name, compiled.calls, (), drain, signed)  # deferred ones count themselves
+            return make_repeated_call(record, shown, compiled.calls, waiting, drain, signed)
+        counted = make_repeated_call(record, shown, compiled.calls, (), drain, signed)  # deferred ones count themselves
         first = drain if self._background is None else None
         return journal.make_counting_call(counted, name, self.label, compiled.volume, record, first)
 
@@ -486,15 +486,12 @@ class Dispatcher(Member):
             self.process.watchdog.forget(record)
 
 
-def _may_repeat(x: Any) -> bool:
-    """Return True if every contiguous tensor with x's address, size and dtype has the same values as x.
+def _may_repeat(x: torch.Tensor | None) -> bool:
+    """Return True if every contiguous tensor with x's address, size and dtype has the values of x or is negated.
 
-    It may not have: a complex tensor can be lazily conjugated, and the imaginary part of such a tensor is lazily
-    negated. An imaginary part that is contiguous has one element, at an odd offset of its storage.
+    It may not have: a complex tensor can be lazily conjugated.
     """
-    if x is None:
-        return True
-    return x.device.type == "cpu" and not x.is_complex() and (x.numel() != 1 or x.storage_offset() % 2 == 0)
+    return x is None or (x.is_cpu and not x.is_complex())
 
 
 class CombinedWork(Work):

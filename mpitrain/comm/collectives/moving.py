@@ -31,7 +31,15 @@ from mpitrain.comm.collectives.first_use import TunedOperation
 from mpitrain.comm.compression import Compression
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import library_volume
-from mpitrain.comm.memory.buffers import bytes_at, even_blocks, pieces, shares_memory, tensor_at, uneven_blocks
+from mpitrain.comm.memory.buffers import (
+    bytes_at,
+    even_blocks,
+    is_negated,
+    pieces,
+    shares_memory,
+    tensor_at,
+    uneven_blocks,
+)
 from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.programs.program import chunk_bounds
 from mpitrain.comm.runtime.agreement import Call
@@ -55,12 +63,13 @@ def broadcast(comm: Dispatcher, x: Any, root: int, algorithm: str = "auto", asyn
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
     try:
-        ready = comm.ready["broadcast", x.data_ptr(), x.numel(), x.dtype, root, algorithm]
+        ready = comm.ready["broadcast", x.data_ptr(), numel := x.numel(), x.dtype, root, algorithm]
     except NOT_READY:
-        ready = None
-    if ready is not None and not async_op and x.is_contiguous():
-        ready(x)
-        return None
+        pass
+    else:
+        if not async_op and (x.is_contiguous() if numel > 1 else not x.is_neg()):
+            ready()
+            return None
     return comm.call(BROADCAST, async_op, (x,), (comm.rank != root,), root, algorithm)
 
 
@@ -122,10 +131,12 @@ def all_gather(
         block = x.data_ptr(), x.numel(), x.dtype
         ready = comm.ready["all_gather", out.data_ptr(), out.numel(), out.dtype, block, algorithm, counts]
     except NOT_READY:
-        ready = None
-    if ready is not None and not async_op and compression is None and x.is_contiguous() and out.is_contiguous():
-        ready(out)
-        return None
+        pass
+    else:
+        simple = not async_op and compression is None
+        if simple and out.is_contiguous() and (x.is_contiguous() if block[1] > 1 else not is_negated(x, out)):
+            ready()
+            return None
     if compression is not None:
         make_call = partial(_make_compressed_gather, comm, compression, counts)
         return comm.begin(make_call, async_op, (out, x), (True, False))
@@ -240,12 +251,14 @@ def gather(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = False
     """
     try:
         whole = None if out is None else (out.data_ptr(), out.numel(), out.dtype)
-        ready = comm.ready["gather", x.data_ptr(), x.numel(), x.dtype, whole, root]
+        ready = comm.ready["gather", x.data_ptr(), numel := x.numel(), x.dtype, whole, root]
     except NOT_READY:
-        ready = None
-    if ready is not None and not async_op and x.is_contiguous() and (out is None or out.is_contiguous()):
-        ready(x)
-        return None
+        pass
+    else:
+        plain = x.is_contiguous() if numel > 1 else not is_negated(x, out)
+        if plain and not async_op and (out is None or out.is_contiguous()):
+            ready()
+            return None
     return comm.call(GATHER, async_op, (x, out) if comm.rank == root else (x,), (False, True), root)
 
 
@@ -264,12 +277,14 @@ def scatter(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = Fals
     """
     try:
         whole = None if x is None else (x.data_ptr(), x.numel(), x.dtype)
-        ready = comm.ready["scatter", out.data_ptr(), out.numel(), out.dtype, whole, root]
+        ready = comm.ready["scatter", out.data_ptr(), numel := out.numel(), out.dtype, whole, root]
     except NOT_READY:
-        ready = None
-    if ready is not None and not async_op and out.is_contiguous() and (x is None or x.is_contiguous()):
-        ready(out)
-        return None
+        pass
+    else:
+        plain = out.is_contiguous() if numel > 1 else not is_negated(out, x)
+        if plain and not async_op and (x is None or x.is_contiguous()):
+            ready()
+            return None
     return comm.call(SCATTER, async_op, (out, x) if comm.rank == root else (out,), (True, False), root)
 
 
@@ -340,13 +355,14 @@ def all_to_all(
     """
     try:
         whole = out.data_ptr(), out.numel(), out.dtype
-        ready = comm.ready["all_to_all", x.data_ptr(), x.numel(), x.dtype, whole]
+        ready = comm.ready["all_to_all", x.data_ptr(), numel := x.numel(), x.dtype, whole]
     except NOT_READY:
-        ready = None
-    even = in_counts is None and out_counts is None
-    if ready is not None and even and not async_op and x.is_contiguous() and out.is_contiguous():
-        ready(x)
-        return None
+        pass
+    else:
+        simple = not async_op and in_counts is None and out_counts is None
+        if simple and out.is_contiguous() and (x.is_contiguous() if numel > 1 else not is_negated(x, out)):
+            ready()
+            return None
     return comm.begin(partial(_check_all_to_all, comm, in_counts, out_counts), async_op, (x, out), (False, True))
 
 

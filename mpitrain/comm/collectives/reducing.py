@@ -36,7 +36,7 @@ from mpitrain.comm.collectives.moving import ALL_GATHER, ALL_TO_ALL
 from mpitrain.comm.compression import Bucket, Collectives, Compression
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Note, Volume, library_volume
-from mpitrain.comm.memory.buffers import shares_memory, typed_buffer, typed_buffers
+from mpitrain.comm.memory.buffers import is_negated, shares_memory, typed_buffer, typed_buffers
 from mpitrain.comm.memory.elements import HALVES
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.runtime.agreement import Call
@@ -77,12 +77,14 @@ def all_reduce(
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
     try:
-        ready = comm.ready["all_reduce", x.data_ptr(), x.numel(), x.dtype, op, algorithm, reproducible]
+        ready = comm.ready["all_reduce", x.data_ptr(), numel := x.numel(), x.dtype, op, algorithm, reproducible]
     except NOT_READY:
-        ready = None
-    if ready is not None and not async_op and compression is None and x.is_contiguous():
-        ready(x)
-        return None
+        pass
+    else:
+        simple = not async_op and compression is None
+        if simple and (x.is_contiguous() if numel > 1 else not x.is_neg()):
+            ready()
+            return None
     if compression is not None:
         compressed = partial(_make_compressed_call, comm, compression, op, algorithm, reproducible, async_op)
         return comm.begin(compressed, async_op, (x,), (True,))
@@ -265,12 +267,13 @@ def reduce(
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
     try:
-        ready = comm.ready["reduce", x.data_ptr(), x.numel(), x.dtype, op, root, algorithm]
+        ready = comm.ready["reduce", x.data_ptr(), numel := x.numel(), x.dtype, op, root, algorithm]
     except NOT_READY:
-        ready = None
-    if ready is not None and not async_op and x.is_contiguous():
-        ready(x)
-        return None
+        pass
+    else:
+        if not async_op and (x.is_contiguous() if numel > 1 else not x.is_neg()):
+            ready()
+            return None
     return comm.call(REDUCE, async_op, (x,), (comm.rank == root,), op, root, algorithm)
 
 
@@ -358,10 +361,11 @@ def reduce_scatter(
         key = "reduce_scatter", x.data_ptr(), x.numel(), x.dtype, block, op, counts, algorithm, reproducible
         ready = comm.ready[key]
     except NOT_READY:
-        ready = None
-    if ready is not None and not async_op and x.is_contiguous() and out.is_contiguous():
-        ready(x)
-        return None
+        pass
+    else:
+        if not async_op and x.is_contiguous() and (out.is_contiguous() if block[1] > 1 else not is_negated(out, x)):
+            ready()
+            return None
     return comm.call(REDUCE_SCATTER, async_op, (x, out), (False, True), op, counts, algorithm, reproducible)
 
 

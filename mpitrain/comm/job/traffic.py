@@ -106,20 +106,43 @@ class Communication(NamedTuple):
     sequence: int
 
 
+class RecordedOperation(NamedTuple):
+    """Operation in a `Record`. It describes the tensor without keeping its memory alive.
+
+    Attributes:
+        name: Name of the operation.
+        dtype, shape: Dtype and shape of its tensor; the dtype is None for an operation without data.
+    """
+
+    name: str = ""
+    dtype: torch.dtype | None = None
+    shape: Sequence[int] = ()
+
+    @classmethod
+    def on(cls, name: str, tensor: torch.Tensor | None) -> RecordedOperation:
+        """Return the description of an operation on a tensor; None for an operation without data."""
+        return cls(name) if tensor is None else cls(name, tensor.dtype, tensor.shape)
+
+
 class Record:
     """The operation that a rank is in on one communicator. Operations write it, the watchdog reads it.
+
+    An operation does not read the clock: that would be a fifth of the time that a persistent call adds to MPI's own.
+    The threads that watch the record several times per second note when they have first seen an operation.
 
     Attributes:
         members: World ranks that all carry out the same operations in the same order.
         key: Name of the record, the same on all members.
+        sequence: Number of operations begun so far.
+        operation: Operation that the rank is in; None between operations.
         awaited: World ranks, one of which must send or receive a message for the wait to end.
         has_deadline: True if the wait ends by itself after a time limit.
         without_deadline: True if the wait may take any time, as long as all ranks answer the watchdog.
     """
 
     __slots__ = (
-        "__weakref__", "awaited", "has_deadline", "key", "label", "members", "name", "sequence", "since", "tensor",
-        "thread", "without_deadline",
+        "__weakref__", "_seen", "awaited", "has_deadline", "key", "label", "members", "operation", "sequence",
+        "without_deadline",
     )  # fmt: skip
 
     def __init__(self, label: str, members: Sequence[int] = (), key: str = "") -> None:
@@ -127,10 +150,22 @@ class Record:
         self.awaited: Sequence[int] = ()
         self.has_deadline = self.without_deadline = False
         self.sequence = 0
-        self.name = ""
-        self.tensor: torch.Tensor | None = None  # the operation's tensor while it runs
-        self.since = 0.0  # time.monotonic() at the beginning of the operation; 0: in no operation
-        self.thread = 0
+        self.operation: RecordedOperation | None = None
+        self._seen = 0, RecordedOperation(), 0.0  # operation seen last: its number and description, and the time
+
+    @property
+    def since(self) -> float:
+        """`time.monotonic()` at which somebody first read this attribute during the operation; 0 between operations."""
+        operation, sequence = self.operation, self.sequence
+        if operation is None:
+            return 0.0
+        if self._seen[0] != sequence or self._seen[1] is not operation:
+            self._seen = sequence, operation, time.monotonic()
+        return self._seen[2]
+
+    def restart(self) -> None:
+        """Set `since` to the present time, because the rank continues to wait for good reason."""
+        self._seen = *self._seen[:2], time.monotonic()
 
     def begin(self, name: str, tensor: torch.Tensor | None) -> None:
         """Note that an operation begins.
@@ -140,13 +175,11 @@ class Record:
             tensor: Tensor that it works on; None for an operation without data.
         """
         self.sequence += 1
-        self.name, self.tensor = name, tensor
-        self.thread = threading.get_ident()
-        self.since = time.monotonic()
+        self.operation = RecordedOperation.on(name, tensor)
 
     def end(self) -> None:
         """Note that the operation has ended."""
-        self.since, self.tensor = 0.0, None
+        self.operation = None
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
@@ -174,10 +207,10 @@ class Record:
             self.sequence -= 1
 
     def text(self) -> str:
-        """Return a description of the operation for messages."""
-        tensor = self.tensor
-        data = f" of {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" if tensor is not None else ""
-        return f"{self.label}: {self.name} #{self.sequence}{data}"
+        """Return a description of the operation, or of the one seen last, for messages."""
+        name, dtype, shape = self.operation or self._seen[1]
+        data = "" if dtype is None else f" of {str(dtype).removeprefix('torch.')} {tuple(shape)}"
+        return f"{self.label}: {name} #{self.sequence}{data}"
 
 
 class Callbacks:
@@ -268,18 +301,17 @@ class TrafficCounters:
 
     def make_counting_call(
         self,
-        perform: Callable[..., float],
+        perform: Callable[[], object],
         operation: str,
         axis: str,
         volume: Volume,
         record: Record,
         first: Callable[[], None] | None = None,
-    ) -> Callable[[object], None]:
+    ) -> Callable[[], None]:
         """Return a function that performs an operation, any number of times, and counts it.
 
         Args:
-            perform: Function that performs the operation, shows it in the record, and returns time.monotonic() of its
-                beginning.
+            perform: Function that performs the operation and shows it in the record.
             operation: Name of the operation.
             axis: Label of its communicator.
             volume: Algorithm, and bytes of each call.
@@ -289,17 +321,18 @@ class TrafficCounters:
         algorithm, inside, between = volume.algorithm or "none", volume.inside, volume.between
         row, main, now = self._row(operation, axis, algorithm, id(record)), self._main, clock
 
-        def call_and_count(tensor: object) -> None:
+        def call_and_count() -> None:
             if first is not None:
                 first()
-            begin = perform(tensor)
+            begin = now()
+            perform()
             end = now()
             spent = end - begin
             row[0] += 1
             row[1] += inside
             row[2] += between
             row[3] += spent
-            if record.thread == main:
+            if threading.get_ident() == main:
                 self.waited += spent
             if self._recorded is not None:
                 self.append_record(operation, axis, volume, begin, end, record.key, record.sequence)

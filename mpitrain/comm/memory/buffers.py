@@ -106,6 +106,14 @@ def as_tensor(x: Any, *, written: bool = True) -> torch.Tensor:
     return tensor
 
 
+def is_negated(part: Any, whole: Any) -> bool:
+    """Return True if one of the tensors is lazily negated, as the imaginary part of a lazily conjugated tensor is.
+
+    Of such tensors, those of one element are contiguous. On some ranks there is no `whole`.
+    """
+    return bool(part.is_neg() or (whole is not None and whole.is_neg()))
+
+
 def _wrap_numpy(x: np.ndarray) -> torch.Tensor:
     try:
         if x.flags.writeable:

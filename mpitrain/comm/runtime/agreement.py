@@ -27,14 +27,13 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence, Sized
 
 import numpy as np
 import torch
 
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.traffic import Record
+from mpitrain.comm.job.traffic import Record, RecordedOperation
 from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.memory.buffers import tensor_at
 from mpitrain.comm.runtime.watchdog import line_of
@@ -43,7 +42,7 @@ from mpitrain.errors import CommunicationError
 Call = Callable[[], object]
 
 STEP = 1 << 28  # a word is number * STEP + digest
-SIGNED_CALLS = 16  # one in 16 calls of a persistent operation is signed, if the MPI library performs it
+SIGNED_CALLS = 16  # persistent calls that the MPI library performs sign one in 16 operations; a power of two
 _MEETS = 1  # bit of a digest that is set if the ranks meet at a fence
 _TEXT = 128  # bytes of a directory entry: a digest and its text
 _ENTRIES = 31
@@ -162,9 +161,6 @@ class Signature:
                 return
 
 
-TimedCall = Callable[["torch.Tensor | None"], float]
-
-
 def run_watched(record: Record, name: str, tensor: torch.Tensor | None, act: Callable[[], object]) -> None:
     """Perform an action that may wait, visible to the watchdog.
 
@@ -187,60 +183,54 @@ def run_watched(record: Record, name: str, tensor: torch.Tensor | None, act: Cal
 
 
 def make_repeated_call(
-    record: Record, name: str, calls: Sequence[Call], waiting: Sized, drain: Call, signed: int = 1
-) -> TimedCall:
+    record: Record, operation: RecordedOperation, calls: Sequence[Call], waiting: Sized, drain: Call, signed: int = 1
+) -> Call:
     """Return one function that performs a repeated operation.
 
-    The function takes the operation's tensor, for the watchdog, and returns the `time.monotonic()` at which the
-    operation began, for the traffic counters. It raises CommunicationError if MPI fails, or if another rank of the node
-    is in another operation.
+    The function raises CommunicationError if MPI fails, or if another rank of the node is in another operation. It is
+    written for speed: in an operation on few bytes it is the part of the time that is not MPI's.
 
     Args:
         record: Record in which the watchdog sees the operation.
-        name: Name of the operation.
+        operation: Description of the operation.
         calls: Calls of the operation; the first is its `Signature` if the ranks sign for it.
         waiting: Operations that must be performed first.
         drain: Performs those.
         signed: The rank signs one operation in this number of operations; a power of two.
     """
     signature, performed = calls[0] if calls else None, tuple(calls)
-    words: Sequence[memoryview] = ()
-    unsigned = (signed - 1) * STEP  # bits of the number of an operation that is not signed
-    signs = isinstance(signature, Signature)  # false without data, or if the rank is alone on its node
+    last, unsigned = [0], -1  # unsigned: bits of the sequence number of an operation that is not signed
     if isinstance(signature, Signature):
+        unsigned = signed - 1
         performed, digest, register = performed[1:], signature.digest, signature.register
-        last, own_word, words = register.last, register.own_word, register.other_words
+        last, own_word, other_words = register.last, register.own_word, register.other_words
         check_words, synchronizing = register.check_words, signature.synchronizing
-    thread, now = threading.get_ident, time.monotonic
 
-    def perform(tensor: torch.Tensor | None) -> float:
+    def perform_all() -> None:
+        for call in performed:
+            call()
+
+    act = performed[0] if len(performed) == 1 else perform_all
+
+    def perform() -> None:
         if waiting:
             drain()
-        compared = words
-        if signs:
-            last[0] = number = last[0] + STEP
-            if number & unsigned:
-                compared = ()
-            else:  # early, so that the ranks' words are likely there when they are read
-                own_word[0] = word = number + digest
-        record.sequence += 1
-        record.name = name
-        record.tensor = tensor
-        record.thread = thread()
-        record.since = began = now()
+        last[0] = number = last[0] + STEP
+        record.sequence = sequence = record.sequence + 1
+        if signs := not sequence & unsigned:  # early, so that the ranks' words are likely there when they are read
+            own_word[0] = word = number + digest
+        record.operation = operation
         try:
-            for theirs in compared:
-                if theirs[0] != word:
-                    check_words(number, digest, synchronizing)
-                    break
-            for call in performed:
-                call()
+            if signs:
+                for theirs in other_words:
+                    if theirs[0] != word:
+                        check_words(number, digest, synchronizing)
+                        break
+            act()
         except MPI.Exception as error:
             raise CommunicationError(f"{record.text()} failed in MPI: {error}") from error
         finally:
-            record.since = 0.0
-            record.tensor = None
-        return began
+            record.operation = None
 
     return perform
 

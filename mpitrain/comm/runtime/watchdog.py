@@ -193,13 +193,17 @@ class Watchdog:
 
     def place(self) -> dict[str, object]:
         """Return where this rank is: its operations, its source line outside this package, and whether it is late."""
+        busy = [(record, since) for record in self.records if (since := record.since)]
         now = time.monotonic()
-        busy = [r for r in self.records if r.since]
-        doing = "; ".join(f"{r.text()}, {now - r.since:.0f} s" for r in busy) or "not in an operation"
+        doing = "; ".join(f"{record.text()}, {now - since:.0f} s" for record, since in busy) or "not in an operation"
         frames = sys._current_frames()
-        threads = [r.thread for r in busy if r.thread in frames] + [self._main]
-        lines = [line_of(frames[t]) for t in threads if t in frames and not _is_internal(frames[t])]
-        return {"doing": doing, "line": lines[0] if lines else "nowhere", "late": self._find_late() is not None}
+        main = frames.get(self._main)
+        del frames[threading.get_ident()]  # the thread that asks is in no operation
+        order = sorted(frames, key=lambda thread: thread != self._main)
+        waiting = [frames[thread] for thread in order if _is_communicating(frames[thread])]
+        frame = waiting[0] if waiting and busy else main
+        line = line_of(frame) if frame is not None else "nowhere"
+        return {"doing": doing, "line": line, "late": self._find_late() is not None}
 
     def _report(self, record: Record, seconds: float) -> bool:
         """Print where the ranks are and end the job; return True if the job continues instead."""
@@ -230,7 +234,7 @@ class Watchdog:
             if record.since != since:  # a message has arrived meanwhile
                 return True
             if not silent:  # the others may be slow: ask them again after the same time
-                record.since = time.monotonic()
+                record.restart()
                 return True
             numbers = ", ".join(map(str, silent))
             who = f"rank {numbers} does" if len(silent) == 1 else f"ranks {numbers} do"
@@ -297,9 +301,11 @@ def line_of(frame: FrameType) -> str:
     return f"{os.path.basename(place.filename)}:{place.lineno} in {place.name}"
 
 
-def _is_internal(frame: FrameType) -> bool:
-    """Return True if a frame belongs to a communication thread, which has no line in the user's program."""
-    return all(
-        os.path.abspath(f.filename).startswith(_COMM_FOLDER) or f.filename.endswith("/threading.py")
-        for f in traceback.extract_stack(frame)
-    )
+def _is_communicating(frame: FrameType) -> bool:
+    """Return True if a thread of the user's program is in `mpitrain.comm`.
+
+    A communication thread is there from top to bottom, so that it has no line in the user's program.
+    """
+    files = [os.path.abspath(f.filename) for f in traceback.extract_stack(frame)]
+    inside = [file.startswith(_COMM_FOLDER) for file in files if not file.endswith("/threading.py")]
+    return any(inside) and not all(inside)
