@@ -131,5 +131,6 @@ if [ "$(stamp)" != "$(cat "$venv/mpitrain-installed" 2>/dev/null)" ]; then
     "$venv/bin/python" -m pip uninstall -q -y $other 2>/dev/null || true # both would own bin/mpirun
     install -e "$root[$extras]"
     install --force-reinstall --no-deps "$mpi"
+    "$venv/bin/python" -m compileall -q "$root/mpitrain" || true # once instead of by each rank; not where it is read-only
     stamp >"$venv/mpitrain-installed"
 fi

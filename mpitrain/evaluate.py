@@ -38,8 +38,9 @@ def main(argv: Sequence[str] | None = None, world: Communicator | None = None) -
     """
     words, flags = _split_arguments(list(sys.argv[1:] if argv is None else argv))
     read = early.read_arguments(lambda: _options(words)) if world is None else None
-    from mpitrain.comm import init
-    from mpitrain.trainer.held_out.evaluating import Evaluator, checkpoint_of
+    with early.without_collecting():
+        from mpitrain.comm import init
+        from mpitrain.trainer.held_out.evaluating import Evaluator, checkpoint_of
 
     world = world or init()
     options = read or _options(words)

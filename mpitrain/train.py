@@ -8,11 +8,14 @@ if __name__ == "__main__":  # before the other imports, which take seconds and l
     from mpitrain import early
 
     early.record_signals()
-    from mpitrain.config.settings import Config, help_text
+    with early.without_collecting():
+        from mpitrain.config.settings import Config, help_text
 
     early.print_help(sys.argv[1:], lambda: help_text("mpitrain.train"))
     config = early.read_arguments(lambda: Config.from_args(sys.argv[1:]))
     early.set_start_timeout(config.comm.timeout if config is not None else 0.0)
+    with early.without_collecting():
+        import mpitrain.trainer.trainer  # noqa: F401
 
 from mpitrain.comm import init
 from mpitrain.comm.faults import ulfm

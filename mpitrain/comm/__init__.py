@@ -36,7 +36,8 @@ def __getattr__(name: str) -> Any:
         return import_module("mpitrain.comm.compression")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import_module("mpitrain.comm.job.mpi")  # first, because other ranks wait for MPI's start and the rest takes time
+    import_module("torch")  # before MPI: ranks sleep in MPI_Init until the last one comes, but not in later operations
+    import_module("mpitrain.comm.job.mpi")
     return getattr(import_module(f"mpitrain.comm.{_HOMES[name]}"), name)
 
 

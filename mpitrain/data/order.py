@@ -86,7 +86,7 @@ class SampleOrder(Ordering):
     def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         epochs = positions // self.samples
         ids = np.empty(len(positions), np.int64)
-        for epoch in np.unique(epochs).tolist():
+        for epoch in set(epochs.tolist()):
             here = epochs == epoch
             ids[here] = self._permute(epoch, (positions[here] - epoch * self.samples).astype(np.uint64))
         return ids

@@ -257,6 +257,7 @@ class StepLine(BaseModel, extra="allow"):
     staleness_max: Number | None = None
     ahead_max: Count | None = None
     recovered_s: Number | None = None
+    start_s: dict[str, Number] | None = None
 
 
 class FullStepLine(StepLine):

@@ -336,6 +336,7 @@ def summary(folder: Path) -> str:
         ("staleness", _staleness(lines)),
         ("memory", _memory(lines)),
         ("recovered", ", ".join(f"{n.recovered_s:.1f} s from the loss of ranks to step {n.step}" for n in lost)),
+        ("start", _start(lines)),
         ("ranks", ", ".join(str(size) for size in dict.fromkeys(line.world_size for line in lines))),
         ("checkpoints", ", ".join(checkpoints) or "none"),
     ]
@@ -377,6 +378,13 @@ def _skipped(lines: Sequence[FullStepLine]) -> str:
     parts = [f"{skipped} of {len(lines)} steps" if skipped else ""]
     parts.append(f"nothing learned since step {useless[-1].step}" if useless else "")
     return ", ".join(filter(None, parts))
+
+
+def _start(lines: Sequence[FullStepLine]) -> str:
+    """Return a text with the parts of the last start until its first step was done."""
+    parts = next((line.start_s for line in reversed(lines) if line.start_s), {})
+    shown = ", ".join(f"{with_spaces(name)} {seconds:.1f}" for name, seconds in parts.items())
+    return f"{sum(parts.values()):.1f} s to the end of the first step: {shown}" if parts else ""
 
 
 def _memory(lines: Sequence[FullStepLine]) -> str:

@@ -19,6 +19,8 @@ from mpitrain.shard.gradients import BucketReduction, WholeGradients
 from mpitrain.shard.norm import rank_parts, sum_squares
 from mpitrain.shard.reducer import Reducer
 
+_PACK = 1 << 20  # most bytes of tensors that are broadcast together
+
 
 class DistributedDataParallel(nn.Module):
     """A module whose gradients are averaged over the ranks of `comm` in backward. The constructor is collective.
@@ -203,18 +205,34 @@ def broadcast_state(module: nn.Module, comm: Communicator, root: int = 0) -> Non
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[torch.Tensor], comm: Communicator, root: int) -> None:
-    """Copy the root's values of some tensors to every rank, in place. Collective.
+    """Copy the root's values of some tensors to every rank, in place, small ones together. Collective.
 
     Args:
         tensors: Tensors of the same shapes and dtypes on all ranks.
         comm: Ranks that get the values.
         root: Rank whose values are copied.
     """
+    for packed in _packs(tensors):
+        flats = [tensor.contiguous().view(-1) for tensor in packed]  # the tensor's own memory if it is contiguous
+        flat = flats[0] if len(flats) == 1 else torch.cat(flats)
+        comm.broadcast(flat, root)
+        if flat.data_ptr() != packed[0].data_ptr():
+            for tensor, piece in zip(packed, flat.split([tensor.numel() for tensor in packed]), strict=True):
+                tensor.copy_(piece.view(tensor.shape))
+
+
+def _packs(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield the tensors in lists of one dtype and device, each of one tensor or of at most `_PACK` bytes."""
+    packed: list[torch.Tensor] = []
+    nbytes = 0
     for tensor in tensors:
-        dense = tensor.contiguous()  # the tensor itself if it is contiguous
-        comm.broadcast(dense, root)
-        if dense is not tensor:
-            tensor.copy_(dense)
+        nbytes += tensor.nbytes
+        if packed and (nbytes > _PACK or (tensor.dtype, tensor.device) != (packed[0].dtype, packed[0].device)):
+            yield packed
+            packed, nbytes = [], tensor.nbytes
+        packed.append(tensor)
+    if packed:
+        yield packed
 
 
 # -- Ranks with unequal numbers of batches: a rank without batches takes part in the others' steps with zeros

@@ -7,6 +7,7 @@ user, or there is no /proc.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -54,6 +55,12 @@ def start_of(process: int) -> str:
     """Return the start time of a process in clock ticks since boot, as text."""
     fields = _fields(process)
     return fields[19] if fields else ""
+
+
+def age_of(process: int) -> float:
+    """Return the seconds since a process was started, in hundredths; 0.0 if the process has ended."""
+    ticks = start_of(process)
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK") if ticks else 0.0
 
 
 def _fields(process: int) -> list[str]:

@@ -115,10 +115,13 @@ def broadcast_copies(module: nn.Module, comm: Communicator, division: Division) 
         comm: Replicas of the model.
         division: Division of the model over ranks, which says which replicas have copies.
     """
+    copied: dict[tuple[tuple[Communicator, ...], int], list[torch.Tensor]] = {}
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         owner = division.owner(name, tensor)
-        for group in division.copies(owner, comm):
-            broadcast_tensors([tensor], group, owner.source)
+        copied.setdefault((tuple(division.copies(owner, comm)), owner.source), []).append(tensor)
+    for (groups, source), tensors in copied.items():
+        for group in groups:
+            broadcast_tensors(tensors, group, source)
 
 
 class Engine:

@@ -184,7 +184,7 @@ def make_optimizer(
     Raises:
         InputError: If there is no such optimizer, or it lacks one of the options.
     """
-    _avoid_importing_compiler()
+    avoid_importing_compiler()
     roles = roles or ParameterRoles()
     trained = [(name, p) for name, p in named if p.requires_grad]
     chosen: dict[tuple[_Kind, int | None, bool], list[nn.Parameter]] = {}
@@ -345,7 +345,7 @@ def _class_of(key: str, name: str) -> _Kind:
     return kind
 
 
-def _avoid_importing_compiler() -> None:
+def avoid_importing_compiler() -> None:
     """Let optimizers be made without importing torch._dynamo.
 
     Torch wraps their methods to exclude them from compilation, and imports the compiler for that, which takes 1.5 s of

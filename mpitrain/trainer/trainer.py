@@ -50,6 +50,7 @@ from mpitrain.trainer.modes.served import Served
 from mpitrain.trainer.optimizing import ParameterRoles, make_optimizer, next_rate, schedule_of
 from mpitrain.trainer.recording.console import Console, EventRecords
 from mpitrain.trainer.recording.records import RankRecords, Records, SampleIds
+from mpitrain.trainer.recording.starting import StartTimes
 from mpitrain.trainer.recording.timeline import TimelineRecorder
 from mpitrain.trainer.run import Callback, Restored, Run, Step, Strategy
 from mpitrain.trainer.saving import SaveSchedule, is_due, load_newest, require_resume_checkpoint, saves_after
@@ -88,6 +89,7 @@ class Trainer(Run):
     def __init__(
         self, config: ConfigSource, callbacks: Sequence[Callback] = (), *, world: Communicator | None = None
     ) -> None:
+        start = StartTimes()
         self.world = world if world is not None else init()
         # rank 0 reads them; the other ranks learn which settings were set explicitly
         requested = Config.from_dict(self.world.on_root(lambda: Config.of(config).model_dump(exclude_unset=True)))
@@ -100,7 +102,7 @@ class Trainer(Run):
         last = [Records(), self.saving, EventRecords(), RankRecords(), TimelineRecorder(self.config)]
         if type(self).train_step is Trainer.train_step:
             last.append(CompareThreads())
-        first = [StopInTime(), learning, EarlyStopping(), LowerRate(), self.best, SampleIds()]
+        first = [start, StopInTime(), learning, EarlyStopping(), LowerRate(), self.best, SampleIds()]
         self.callbacks = [*first, *callbacks, Console(learning), *last]
         self.batch_sizes = self.config.train.batch_sizes
         self.samples = self.batch_sizes.size(0)

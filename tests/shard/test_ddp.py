@@ -61,6 +61,25 @@ def test_parameters_and_buffers_start_from_rank_0(world):
 
 
 @MANY
+def test_small_tensors_are_broadcast_together_and_keep_their_layout(world):
+    def values(seed):
+        torch.manual_seed(seed)
+        flat = torch.randn(6)
+        return [torch.randn(3), torch.randn(4, 5).T, torch.tensor(seed), torch.empty(0), flat[::2], flat[1::2]]
+
+    mine, source = [*values(world.rank), torch.full((1 << 18,), world.rank)], world.size - 1
+    expected = [*values(source), torch.full((1 << 18,), source)]
+    strides, calls, broadcast = [tensor.stride() for tensor in mine], [], world.broadcast
+    world.broadcast = lambda flat, root: calls.append(flat.numel()) or broadcast(flat, root)
+    try:
+        ddp.broadcast_tensors(mine, world, source)
+    finally:
+        del world.broadcast
+    assert calls == [23, 1, 6, 1 << 18] and [tensor.stride() for tensor in mine] == strides
+    assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
+
+
+@MANY
 @pytest.mark.parametrize("static_graph", [False, True])
 def test_no_sync_accumulates_and_the_next_backward_reduces_all(world, static_graph):
     mine, everybody = samples(world)

@@ -23,7 +23,16 @@ GPT = {"layers": 2, "width": 32, "heads": 2, "sequence": 32}
 WARMUP = [[2, 2], [3, 5], [1, 8]]
 SIZES = [2, 2, 5, 5, 5, 8, 12, 12]  # samples of each step
 TRAIN = {"steps": len(SIZES), "batch": 12, "batch_warmup": WARMUP, "microbatch": 2, "evaluate_samples": 8}
-CLOCKS = ("time", "step_s", "tokens_per_s", "memory_bytes", "memory", "between_nodes_bytes", "between_groups_bytes")
+CLOCKS = (
+    "time",
+    "step_s",
+    "tokens_per_s",
+    "memory_bytes",
+    "memory",
+    "start_s",
+    "between_nodes_bytes",
+    "between_groups_bytes",
+)
 
 
 def settings(text, **sections):

@@ -20,6 +20,8 @@ import pytest
 import warm
 from support import clean_environment, job, launcher, one_line, train_command
 
+from mpitrain import report
+from mpitrain.comm.job import arrival
 from mpitrain.data.prepare import PrepareOptions, prepare
 
 SMALL = ("--model.layers", 1, "--model.width", 32, "--model.heads", 2, "--model.sequence", 32, "--train.batch", 8)
@@ -392,17 +394,78 @@ def test_help_lists_the_keys(tmp_path, forked):
     assert done.returncode == 0 and "--train.steps" in done.stdout
 
 
-def test_a_job_that_compiles_nothing_does_not_import_the_compiler(tmp_path):
+def test_commands_import_nothing_that_they_do_not_use(tmp_path):
     program = """
-        import runpy, sys
+        import json, gc, runpy, sys
         from contextlib import suppress
-        with suppress(SystemExit):
-            runpy.run_module("mpitrain.train", run_name="__main__", alter_sys=True)
-        names = ("torch._dynamo", "sympy", "scipy", "matplotlib", "transformers")
+        for words in json.loads(sys.argv[1]):
+            sys.argv = words
+            with suppress(SystemExit):
+                runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        import torch, mpitrain as mt
+        model = torch.nn.Linear(4, 2)
+        engine = mt.initialize(model, torch.optim.AdamW, {"train": {"batch": 4}})
+        engine.backward(engine(torch.ones(4, 4)).sum())
+        engine.step()
+        names = ("torch._dynamo", "sympy", "scipy", "matplotlib", "transformers", "tensorboard", "altair", "pyarrow")
         print("imported:", *[name for name in names if name in sys.modules])
+        order = [name for name in sys.modules if name in ("torch", "mpi4py.MPI")]
+        print(order, gc.isenabled(), gc.get_freeze_count() > 0)
     """
-    arguments = ("--model.name", "gpt", *SMALL, "--train.steps", 2, "--run.dir", tmp_path / "r")
-    command = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=100)
+    commands = [
+        ["mpitrain.train", "--model.name", "gpt", *SMALL, "--train.steps", 2, "--run.dir", "r"],
+        ["mpitrain.evaluate", "r", "--samples", 4],
+        ["mpitrain.predict", "r", "in.txt", "--out", "out.csv"],
+        ["mpitrain.generate", "r", "--prompt", "def", "--tokens", 2, "--out", "out.jsonl"],
+        *(["mpitrain.checkpoint", act, "r"] for act in ("ls", "show", "verify")),
+        ["mpitrain.checkpoint", "export", "r", "weights.pt"],
+        ["mpitrain.report", "r"],
+    ]
+    (tmp_path / "in.txt").write_text("hello\n")
+    texts = json.dumps([[str(word) for word in words] for words in commands])
+    command = [sys.executable, "-c", textwrap.dedent(program), texts]
+    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=100)
     assert "done at step 2" in done.stdout, done.stderr
-    assert done.stdout.splitlines()[-1] == "imported:"
+    assert all((tmp_path / name).exists() for name in ("out.csv", "out.jsonl", "weights.pt")), done.stderr
+    # ranks sleep while they wait for others in MPI's start, so torch is imported before it
+    assert done.stdout.splitlines()[-2:] == ["imported:", "['torch', 'mpi4py.MPI'] True True"]
+
+
+def test_a_run_records_the_parts_of_its_start(tmp_path, capsys):
+    began = time.monotonic()
+    done = job(2, train_command(*SMALL, "--train.steps", 2, "--run.dir", tmp_path))
+    took = time.monotonic() - began
+    assert done.returncode == 0, done.stderr
+    parts, *rest = [line.get("start_s") for line in lines(tmp_path)]
+    assert list(parts) == ["launcher", "packages", "mpi", "setup", "first_step"] and rest == [None]
+    assert all(seconds >= 0 for seconds in parts.values()) and 0.5 < sum(parts.values()) < took
+    assert report.main([str(tmp_path)]) == 0
+    assert "s to the end of the first step: launcher 0." in capsys.readouterr().out
+
+
+def test_open_mpi_connects_hosts_only_if_there_are_several(tmp_path):
+    program = "import os, mpitrain.comm.job.mpi; print(os.environ.get('OMPI_MCA_btl'))"
+    of_user = {"OMPI_MCA_btl": "self,sm"}
+    for variables, expected in (({}, "^ofi,openib"), (of_user, "self,sm")):
+        assert job(0, [sys.executable, "-c", program], **variables).stdout.strip() == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "here", "expected"),
+    [(None, None, True), ("1", "1", True), ("4", "4", True), ("4", "2", False), ("4", None, False)],
+)
+def test_the_launcher_says_whether_all_ranks_are_on_one_host(monkeypatch, size, here, expected):
+    names = {"OMPI_COMM_WORLD_SIZE": size, "OMPI_COMM_WORLD_LOCAL_SIZE": here, "PMI_SIZE": None}
+    for name, value in (names | {"SLURM_STEP_NUM_TASKS": None}).items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert arrival.is_on_one_host() is expected
+
+
+def test_importing_the_package_imports_two_of_its_modules_and_no_other_package():
+    code = "import sys; import mpitrain; print(*sys.modules)"
+    loaded = set(job(0, [sys.executable, "-c", code]).stdout.split())
+    without = set(job(0, [sys.executable, "-c", code.replace("import mpitrain; ", "")]).stdout.split())
+    packages = {name for name in loaded - without if name.partition(".")[0] not in sys.stdlib_module_names}
+    assert packages == {"mpitrain", "mpitrain.early", "mpitrain.errors"}

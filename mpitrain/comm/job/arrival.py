@@ -48,6 +48,12 @@ def is_due() -> bool:
     return "mpi4py.MPI" not in sys.modules and _read_number(os.environ, _SIZES) > 1
 
 
+def is_on_one_host() -> bool:
+    """Return True if the launcher says that all ranks run on this host, or if there is no other rank."""
+    size = _read_number(os.environ, _SIZES)
+    return size < 2 or _read_number(os.environ, (_LOCAL_SIZE,)) == size
+
+
 def launched_rank() -> int:
     """Return the rank that the launcher gave this process, without starting MPI; 0 if there is no launcher."""
     return max(0, _read_number(os.environ, RANK_NAMES))

@@ -13,8 +13,9 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import time
 
-from mpitrain.comm.job import connections, launcher
+from mpitrain.comm.job import arrival, connections, launcher
 from mpitrain.early import is_first_rank, report_errors
 from mpitrain.errors import InputError, message_of
 from mpitrain.storage import proc
@@ -77,10 +78,16 @@ def _line_for(error: BaseException) -> str | None:
 _allow_reading()
 # Open MPI's UCX component prints a warning for each shared window, which it cannot serve. A setting of the user wins.
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")
+# Open MPI opens these components, finds no network for them, and waits a second as it closes OFI's again. They connect
+# hosts (openib in Open MPI 4, where a site's file usually turns it off), so that ranks of one host do not need them.
+if arrival.is_on_one_host():
+    os.environ.setdefault("OMPI_MCA_btl", "^ofi,openib")
 # With fault tolerance, coll/han must be off: it waits in internal communicators, which are not revoked with ours.
 if launcher.tolerates_faults():
     os.environ.setdefault("OMPI_MCA_coll", "^han")
+BEGAN = time.monotonic()  # when MPI's start began in this process
 _load()
+RUNNING = time.monotonic()  # when it was complete
 
 import mpi4py
 from mpi4py import MPI as MPI

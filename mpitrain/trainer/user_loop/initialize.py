@@ -37,7 +37,13 @@ from mpitrain.shard.flat_parameters import has_stepped
 from mpitrain.trainer.assemble import compile_blocks
 from mpitrain.trainer.device import device_of_module
 from mpitrain.trainer.engine import Engine, Loss, LossScale
-from mpitrain.trainer.optimizing import ParameterRoles, make_optimizer, make_scheduler, optimizer_class
+from mpitrain.trainer.optimizing import (
+    ParameterRoles,
+    avoid_importing_compiler,
+    make_optimizer,
+    make_scheduler,
+    optimizer_class,
+)
 from mpitrain.trainer.options import Settings, every_setting, from_config, from_deepspeed
 from mpitrain.trainer.user_loop.training_engine import PipelineEngine, TrainingEngine, UserModel
 
@@ -438,6 +444,7 @@ def _call_maker(make: Any, module: nn.Module, comm: Communicator) -> torch.optim
         raise refusal(
             f"optimizer is a {type(make).__name__}; pass an optimizer, or a function that makes one from parameters"
         )
+    avoid_importing_compiler()
     optimizer = make([p for p in module.parameters() if p.requires_grad])
     if not hasattr(optimizer, "param_groups"):
         raise refusal(
