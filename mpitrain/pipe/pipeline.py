@@ -22,10 +22,12 @@ import torch
 from torch import nn
 
 from mpitrain.comm import Communicator
+from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.errors import InputError, refusal
 from mpitrain.layers.loss_terms import Counts, shares_of, to_floats
 from mpitrain.layout.boxes import split
 from mpitrain.layout.mesh import Mesh
+from mpitrain.pipe.deferral import Deferred, StageTimes, choose_deferred
 from mpitrain.pipe.executor import Executor, KnownSpecs, Loss, PipelineBatch, Seen, Watched
 from mpitrain.pipe.partition import (
     listed_blocks,
@@ -40,6 +42,7 @@ from mpitrain.pipe.simulate import forward_only, with_messages
 from mpitrain.pipe.stage import Stage
 from mpitrain.pipe.wire import StageMessages, signature_of
 
+_MEASURED = 4  # training batches until the halves of backward passes have been measured
 _MOST_SHAPES = 1024  # distinct input shapes whose internal shapes are remembered
 
 
@@ -110,6 +113,8 @@ class Pipeline:
             number: Stage([block for _, block in parts[number]], first=number == 0, recompute=recompute, halves=halves)
             for number in mine
         }
+        self._world = mesh.world if isinstance(mesh, Mesh) else mesh
+        self._to_measure = _MEASURED if any(isinstance(s, BackwardInput) for of in plan.steps for s in of) else 0
         self._tied: list[Tied] = find_tied(parts, plan.rank_of, self.comm)
         self.last_rank = plan.rank_of[-1]
         self._loss = loss if self.comm.rank == self.last_rank else None  # a bound method would keep its model alive
@@ -146,10 +151,13 @@ class Pipeline:
             raise InputError(
                 f"got {len(microbatches)} microbatches and {len(weights)} weights; give one weight for each microbatch"
             )
-        if not microbatches:
-            return 0.0
-        with torch.enable_grad():
-            return self._run(microbatches, weights, shares or weights, training=True)
+        loss = 0.0
+        if microbatches:
+            with torch.enable_grad():
+                loss = self._run(microbatches, weights, shares or weights, training=True)
+        if self._to_measure:
+            self._measure_halves(len(microbatches))
+        return loss
 
     def evaluate(self, x: Any, y: Any, seen: Seen | None = None) -> float:
         """Return the mean loss of the samples on every rank, in evaluation mode and without gradients. Collective.
@@ -250,6 +258,34 @@ class Pipeline:
         self.peak_in_flight = executor.peak_in_flight / executor.schedule.chunks / slices
         numbers = torch.stack(losses).tolist() if losses else []  # the only wait for the device in a batch
         return self._messages.share_loss(sum(numbers), self.last_rank)
+
+    def _measure_halves(self, microbatches: int) -> None:
+        """Count a measured batch; after the last one, choose the graphs whose weight halves are deferred.
+
+        Collective over all ranks of the mesh: replicas must choose alike, because layers may communicate in a backward
+        pass. On accelerators the halves are not measured, and all weight halves are deferred.
+
+        Args:
+            microbatches: Number of microbatches of the batch on this rank.
+        """
+        self._to_measure -= 1
+        if is_accelerator(self._messages.device):
+            self._to_measure = 0
+        elif self._to_measure == _MEASURED - 1:
+            for stage in self._stages.values():  # the first batch warms up
+                stage.times = StageTimes()
+        elif self._to_measure == 0:
+            times = {n: stage.shortest_times() for n, stage in self._stages.items()}
+            everyone = self._world.gather_objects((microbatches, times))
+            shared = self._world.process.spare_cores < 0
+
+            def choose() -> Deferred | None:
+                schedule = self._schedule(max(1, *(count for count, _ in everyone)))
+                return choose_deferred(schedule, [measured for _, measured in everyone], shared)
+
+            chosen = self._world.on_root(choose)
+            for number, stage in self._stages.items():
+                stage.defer(chosen[number] if chosen else stage.deferred)
 
     def _schedule(self, microbatches: int) -> Schedule:
         """Return the configured schedule for this number of microbatches."""
