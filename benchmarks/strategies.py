@@ -100,7 +100,7 @@ def strategies(ranks: int, model: Mapping[str, int]) -> dict[str, Values]:
         model: Sizes of the GPT; strategies that cannot divide it among the ranks are left out.
     """
     parallel: dict[str, dict[str, Any]] = {
-        DDP: {},
+        DDP: {"zero": 0},
         **{f"ZeRO-{stage}": {"zero": stage} for stage in (1, 2, 3)},
         "ZeRO-3 gathered": {"zero": 3, "share_node": False},
         "ZeRO-2, states on the host": {"zero": 2, "offload": "host"},

@@ -46,6 +46,7 @@ PUBLIC = {  # pages' headings, and the modules whose public names are under them
     ],
     "Communication": [
         "mpitrain.comm:Letter,Mailbox,carry_device_memory,set_timeout",
+        "mpitrain.comm.collectives.persistent:PersistentCall",
         "mpitrain.comm.compression",
     ],
     "Pipelines and tensor parallel layers": [

@@ -24,7 +24,7 @@ from mpitrain.errors import InputError
         (["--train.steps", "many"], "train.steps = 'many' is wrong"),
         (["--train.steps=-1"], "train.steps = -1 is wrong: input should be greater than or equal to 0"),
         (["--train.steps"], "--train.steps has no value"),
-        (["--parallel.zero", "5"], "parallel.zero = 5 is wrong: input should be 0, 1, 2 or 3"),
+        (["--parallel.zero", "5"], "parallel.zero = 5 is wrong: input should be 'auto', 0, 1, 2 or 3"),
         (["--comm.algorithm", "rnig"], "comm.algorithm = 'rnig' is wrong"),
         (["--model.width", "130"], "set model.width to 132"),
         (["--model.name", "resnet", "--model.layers", "2"], "a resnet has 18, 34, 50 or 101"),

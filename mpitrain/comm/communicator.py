@@ -27,6 +27,7 @@ from mpitrain.comm.algorithms.shared import alternating_all_gather, node_copy
 from mpitrain.comm.collectives.binding import Binder, Invocation, sync_calls
 from mpitrain.comm.collectives.dispatch import Dispatcher, ProcessServices
 from mpitrain.comm.collectives.moving import all_gather, all_to_all, broadcast, gather, scatter
+from mpitrain.comm.collectives.persistent import persistent
 from mpitrain.comm.collectives.reducing import ALL_REDUCE, DeferredReductions, all_reduce, reduce, reduce_scatter
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology, ranks_in
@@ -67,6 +68,15 @@ class Communicator(PointToPoint):
     gather = gather
     scatter = scatter
     all_to_all = all_to_all
+
+    all_reduce_init = persistent(all_reduce)
+    reduce_init = persistent(reduce)
+    reduce_scatter_init = persistent(reduce_scatter)
+    broadcast_init = persistent(broadcast)
+    all_gather_init = persistent(all_gather)
+    gather_init = persistent(gather)
+    scatter_init = persistent(scatter)
+    all_to_all_init = persistent(all_to_all)
 
     def deferred_reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: str = "sum") -> SplitPhase | None:
         """Begin a reduce_scatter that needs no thread. This call and `wait` of its handle are collective.

@@ -194,20 +194,40 @@ def _shared_from(*limits: int) -> dict[str, tuple[Rule, ...]]:
     return {place: ((limit, "mpi"), (_NO_LIMIT, "shared")) for place, limit in zip(places, limits, strict=True)}
 
 
+_SINGLE = "nodes single", "nodes single oversubscribed"  # one rank per node
+_NODES = "nodes", "nodes arena", "nodes oversubscribed", "nodes arena oversubscribed"
+
+
+def _between_nodes(places: tuple[str, ...], *rules: Rule) -> dict[str, tuple[Rule, ...]]:
+    """Return the same rules for several places.
+
+    They are those of the fastest on three nodes that were joined by 1 Gbit/s and 10 ms, 10 Gbit/s and 0.1 ms, and
+    memory: Open MPI sends long vectors to be reduced over a link several times.
+    """
+    return dict.fromkeys(places, rules)
+
+
 # operation -> place (see `Setting.place`) -> rules in order of size; MPI for places that are not listed
 _DEFAULTS: dict[str, dict[str, tuple[Rule, ...]]] = {
     "all_reduce": {
         **_shared_from(12 * KIB, 32 * KIB, 96 * KIB, 512 * KIB),
-        **dict.fromkeys(
-            ["nodes", "nodes arena", "nodes oversubscribed", "nodes arena oversubscribed"],
-            ((64 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
-        ),
-        **dict.fromkeys(["nodes single", "nodes single oversubscribed"], ((16 * MIB, "mpi"), (_NO_LIMIT, "ring"))),
+        **_between_nodes(_NODES, (64 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
+        **_between_nodes(_SINGLE, (128 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
     },
     "reduce": _shared_from(96 * KIB, 192 * KIB, MIB, MIB),
-    "reduce_scatter": _shared_from(32 * KIB, 96 * KIB, 128 * KIB, MIB),
-    "broadcast": _shared_from(96 * KIB, 192 * KIB, 2 * MIB, 2 * MIB),
-    "all_gather": _shared_from(16 * KIB, 64 * KIB, 4 * MIB, 8 * MIB),
+    "reduce_scatter": {
+        **_shared_from(32 * KIB, 96 * KIB, 128 * KIB, MIB),
+        **_between_nodes(_NODES, (64 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
+        **_between_nodes(_SINGLE, (64 * KIB, "mpi"), (8 * MIB, "pairwise"), (_NO_LIMIT, "ring")),
+    },
+    "broadcast": {
+        **_shared_from(96 * KIB, 192 * KIB, 2 * MIB, 2 * MIB),
+        **_between_nodes(_NODES, (128 * KIB, "mpi"), (_NO_LIMIT, "tree")),
+    },
+    "all_gather": {
+        **_shared_from(16 * KIB, 64 * KIB, 4 * MIB, 8 * MIB),
+        **_between_nodes(_NODES, (4 * MIB, "mpi"), (_NO_LIMIT, "ring")),
+    },
 }
 
 
@@ -405,6 +425,12 @@ def _shared_reduce_scatter(s: Setting) -> Program:
     return shared.shared_reduce_scatter(s.size, cache_chunks(s.block), tree=s.reproducible)
 
 
+def _two_level_reduce_scatter(s: Setting) -> Program:
+    if len({s.nodes.count(node) for node in s.nodes}) > 1:  # a rank would have no partner on the emptiest node
+        return messages.ring_reduce_scatter(s.size, _message_count(s.block), s.nodes)
+    return shared.two_level_reduce_scatter(s.nodes, _message_count(s.block))
+
+
 REDUCE_SCATTER = Algorithms(
     "reduce_scatter",
     {
@@ -412,7 +438,8 @@ REDUCE_SCATTER = Algorithms(
         "ring": Algorithm(lambda s: messages.ring_reduce_scatter(s.size, _message_count(s.block), s.nodes)),
         "halving": Algorithm(lambda s: messages.halving_reduce_scatter(s.size, s.nodes)),
         "pairwise": Algorithm(lambda s: messages.pairwise_reduce_scatter(s.size, s.nodes), reproduces=always),
-        "shared": Algorithm(_shared_reduce_scatter, one_node=True, reach=True, reproduces=always),
+        "shared": Algorithm(_shared_reduce_scatter, one_node=True, reach=True, reproduces=always, instead="two_level"),
+        "two_level": Algorithm(_two_level_reduce_scatter, reach=True),
     },
 )
 
@@ -499,7 +526,7 @@ def _algorithm_name(algorithms: Algorithms, setting: Setting, algorithm: str) ->
 
 
 def fastest(algorithms: Algorithms, setting: Setting, tuning: Tuning, reachable: Callable[[], bool]) -> str:
-    """Return the name of the fastest algorithm by the tuning table; "mpi" if that algorithm is not possible.
+    """Return the name of the fastest algorithm by the tuning table, or if it is not possible, "mpi" or "ring".
 
     Args:
         algorithms: Algorithms of the operation.
@@ -512,7 +539,7 @@ def fastest(algorithms: Algorithms, setting: Setting, tuning: Tuning, reachable:
     if needs.one_node and not setting.one_node:
         return "mpi"
     if needs.reach and not needs.stages and setting.memory != "arena" and not reachable():
-        return "mpi"
+        return "mpi" if setting.one_node else "ring"
     return name
 
 

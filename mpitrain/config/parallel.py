@@ -53,10 +53,10 @@ class ParallelSection(Section):
     axes: dict[Named, Annotated[int, Ge(1)]] = followed(
         {}, 'ranks along additional axes, such as {"package.module:Axis" = 2}', also=["mesh"]
     )
-    zero: Literal[0, 1, 2, 3] = followed(
-        0,
+    zero: Literal["auto", 0, 1, 2, 3] = followed(
+        "auto",
         "0: DDP; 1: sharded optimizer states; 2: also gradients; 3: also parameters (in a pipeline, gradients "
-        "stay whole until the end of the step)",
+        "stay whole until the end of the step); auto: 1, or 0 where states cannot be sharded",
         also=["zero_stage", "zero_optimization"],
     )
     share_node: bool = followed(True, "zero 1-3: the ranks of a node share one copy of the parameters")

@@ -97,8 +97,8 @@ class StateCache:
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch."""
         if self._memory:
-            chosen = torch.tensor(rows, device=self._memory[0].device)
-            self._memory = [t.index_select(0, chosen) for t in self._memory]
+            chosen = torch.tensor(rows)  # ends of documents are on the CPU, keys and values may be on a device
+            self._memory = [t.index_select(0, chosen.to(t.device)) for t in self._memory]
 
 
 Blocks = Sequence[tuple[str, nn.Module]]

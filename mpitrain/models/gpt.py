@@ -17,19 +17,26 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from mpitrain.errors import refusal
+from mpitrain.models.documents import (
+    OnStream,
+    Stream,
+    attend_within_documents,
+    document_mask,
+    pair_with_ends,
+    places_in_documents,
+    split_pair,
+)
 from mpitrain.models.earlier import CausalBlock, EarlierSlices, EarlierState, causal_mask
 from mpitrain.models.losses import cross_entropy, widen
 from mpitrain.models.task import BlockModel
 
 INIT_STD = 0.02  # GPT-2
-Stream: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"  # features, alone or with the ends of documents
 _MULTIPLE = 64  # the default width of a SwiGLU is a multiple of this
 
 
@@ -109,25 +116,25 @@ class Attention(nn.Module):
 
         Args:
             x: Features [batch, sequence, width].
-            ends: Nonzero for the token that ends a document, [batch, sequence]; attention then does not cross
-                documents.
+            ends: Nonzero for the token that ends a document, [batch, sequence] on the CPU; attention then does not
+                cross documents.
 
         Returns:
             Features [batch, sequence, width].
         """
         q, k, v = self._project(x, EarlierSlices([]))
-        return self._attend(q, k, v, None if ends is None else document_mask(ends.long(), ends.shape[1]))
+        return self._attend(q, k, v, None, ends)
 
     def forward_cached(self, x: torch.Tensor, earlier: EarlierState, ends: torch.Tensor | None = None) -> torch.Tensor:
         """Compute `forward` for positions that also attend to earlier ones.
 
         The state is k and v, [batch, heads of keys and values, positions, head_dim]; and, if attention does not cross
-        documents, the ends of documents, [batch, 1, positions].
+        documents, the ends of documents, [batch, 1, positions] on the CPU.
 
         Args:
             x: Features of the new positions, [batch, positions, width].
             earlier: State of the earlier positions.
-            ends: Nonzero for the token that ends a document, [batch, positions], or None.
+            ends: Nonzero for the token that ends a document, [batch, positions] on the CPU, or None.
         """
         before, length = earlier.length, x.shape[1]
         q, k, v = self._project(x, earlier)
@@ -135,17 +142,38 @@ class Attention(nn.Module):
             k, v = earlier.add((k, v))
             return self._attend(q, k, v, causal_mask(before, length, x.device))
         k, v, every = earlier.add((k, v, ends[:, None].to(k.dtype)))
-        return self._attend(q, k, v, document_mask(every[:, 0].long(), length))
+        every = every[:, 0]
+        if length == 1:  # generation: one call for all samples
+            return self._attend(q, k, v, document_mask(every.long(), 1).to(x.device, non_blocking=True))
+        return self._attend(q, k, v, None, every)
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-        """Return the attention output. `seen` is the mask of keys for each query; None for a causal mask."""
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        seen: torch.Tensor | None,
+        ends: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the attention output.
+
+        Args:
+            q: Queries [batch, heads, positions, head_dim].
+            k: Keys [batch, heads of keys and values, all positions, head_dim].
+            v: Values, like k.
+            seen: Mask of keys for each query; None for a causal mask.
+            ends: Ends of documents [batch, all positions], if attention does not cross them and `seen` is None.
+        """
         positions, shared = q.shape[2], k.shape[1]
         if positions == 1:  # generation: the queries of a group become positions, so nothing is repeated
             q = q.unflatten(1, (shared, -1)).flatten(2, 3)
         elif self.num_key_value_groups > 1:
             k, v = (t.repeat_interleave(self.num_key_value_groups, dim=1) for t in (k, v))
         dropout = self.weights_dropout if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(q, k, v, seen, dropout, seen is None and positions > 1)
+        if ends is not None:
+            mixed = attend_within_documents(q, k, v, ends, dropout)
+        else:
+            mixed = functional.scaled_dot_product_attention(q, k, v, seen, dropout, seen is None and positions > 1)
         if positions == 1:
             return self.dropout(self.out(mixed.flatten(1)[:, None]))
         return self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
@@ -189,7 +217,7 @@ class TransformerBlock(CausalBlock):
         self.last = last
 
     def forward(self, x: Stream) -> Stream:
-        stream, ends = x if isinstance(x, tuple) else (x, None)
+        stream, ends = split_pair(x)
         stream = stream + self.attention(self.attention_norm(stream), ends)
         return self._with_ends(stream + self.mlp(self.mlp_norm(stream)), ends)
 
@@ -200,7 +228,7 @@ class TransformerBlock(CausalBlock):
             x: Stream of the new positions, with the ends of documents if the input has them.
             earlier: State of the earlier positions.
         """
-        stream, ends = x if isinstance(x, tuple) else (x, None)
+        stream, ends = split_pair(x)
         stream = stream + self.attention.forward_cached(self.attention_norm(stream), earlier, ends)
         return self._with_ends(stream + self.mlp(self.mlp_norm(stream)), ends)
 
@@ -312,74 +340,7 @@ class GPT(BlockModel):
             nn.init.normal_(self.head.weight, std=INIT_STD)
 
 
-# -- Positions of tokens: rotary in attention, learned next to the embedding; and separate documents
-#
-# If attention does not cross documents, blocks exchange a pair: the stream of features, and for each token whether it
-# ends a document. The embedding makes the pair, and the last block returns only the stream.
-#
-#   token        a b . c d e . f          . ends a document and is part of it
-#   end          0 0 1 0 0 0 1 0
-#   document     0 0 0 1 1 1 1 2
-#   place        0 1 2 0 1 2 3 0
-
-
-def pair_with_ends(token: int, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> Stream:
-    """Pair an embedding's output with a mask of the token that ends a document. Used as a forward hook.
-
-    Args:
-        token: Token that ends a document.
-        module: Embedding.
-        args: Arguments of its forward: the tokens [batch, sequence].
-        output: Output of its forward [batch, sequence, width].
-
-    Returns:
-        (output, uint8 [batch, sequence]: 1 for the token that ends a document).
-    """
-    return output, (args[0] == token).to(torch.uint8)
-
-
-class OnStream(nn.Module):
-    """A module applied to the stream of a pair (stream, ends of documents); the ends are unchanged.
-
-    Args:
-        inner: Module to apply.
-    """
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: tuple[torch.Tensor, torch.Tensor]) -> Stream:
-        stream, ends = x
-        return self.inner(stream), ends
-
-
-def places_in_documents(ends: torch.Tensor) -> torch.Tensor:
-    """Return the position of each token in its document.
-
-    Args:
-        ends: 1 for the token that ends a document, else 0, int64 [batch, tokens].
-
-    Returns:
-        Positions from 0, int64 [batch, tokens].
-    """
-    places = torch.arange(ends.shape[1], device=ends.device).expand_as(ends)
-    follows = torch.cat([torch.zeros_like(ends[:, :1]), ends[:, :-1]], 1)  # the token before it is an end
-    return places - (places * follows).cummax(1).values
-
-
-def document_mask(ends: torch.Tensor, length: int) -> torch.Tensor:
-    """Return the attention mask of the last `length` tokens: causal, and within each document.
-
-    Args:
-        ends: 1 for the token that ends a document, else 0, int64 [batch, tokens].
-        length: Number of tokens that attend.
-
-    Returns:
-        True where a token attends to another, bool [batch, 1, length, tokens].
-    """
-    number, before = ends.cumsum(1) - ends, ends.shape[1] - length  # number of each token's document
-    return (number[:, before:, None] == number[:, None, :]).tril(before).unsqueeze(1)
+# -- Positions of tokens: rotary in attention, learned next to the embedding
 
 
 class LearnedPositions(CausalBlock):
@@ -410,10 +371,10 @@ class LearnedPositions(CausalBlock):
         """
         before = earlier.length
         if isinstance(x, tuple):
-            stream, ends = x
+            stream, ends = x[0], x[1].cpu()
             (every,) = earlier.add((ends[:, None].to(stream.dtype),))
-            rows = functional.embedding(places_in_documents(every[:, 0].long())[:, before:], self.weight)
-            return stream + rows, ends
+            places = places_in_documents(every[:, 0].long())[:, before:]
+            return stream + functional.embedding(places.to(stream.device), self.weight), ends
         length = x.shape[1]
         if before + length > len(self.weight):
             raise refusal(

@@ -33,6 +33,7 @@ from mpitrain.layout.mesh import LAYERS, PARTS, SAMPLES, MeshAxis, axes_of, coun
 from mpitrain.parallel.costs import BlockCost, Divided
 from mpitrain.pipe.partition import partition
 from mpitrain.pipe.schedule import default_microbatches
+from mpitrain.shard.placement import stage_of
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,8 @@ def layout_of(config: Config, ranks: int, blocks: Sequence[BlockCost] = ()) -> P
     shape = shape_of(axes_of(parallel), ranks)
     values |= {name: shape[name] for name in ("data", "pipeline", "tensor")}
     values["axes"] = tuple(sorted(parallel.axes.items()))
-    layout = ParallelLayout(**values | {"cut": (), "whole": tuple(parallel.whole)})
+    layout = ParallelLayout(**values | {"zero": 0, "cut": (), "whole": tuple(parallel.whole)})
+    layout = replace(layout, zero=stage_of(config, layout.replicas))
     most = layout.readers * default_microbatches(layout.pipeline)
     return replace(
         layout.only(*(SECTION_OF.keys() - layout.idle)),

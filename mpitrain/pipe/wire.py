@@ -177,7 +177,9 @@ class StageMessages:
         """
         self._sending = [work for work in self._sending if not work.done()]
         for t in tensors:
-            self._sending.append(self.comm.isend(t.detach().contiguous(), to, _GRADIENT if gradient else _OUTPUT))
+            self._sending.append(
+                self.comm.isend(t.detach().to(self.device).contiguous(), to, _GRADIENT if gradient else _OUTPUT)
+            )
 
     def receive(
         self, specs: Sequence[TensorMeta], source: int, gradient: bool

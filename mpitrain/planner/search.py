@@ -302,7 +302,7 @@ def simplicity(layout: ParallelLayout) -> tuple[Any, ...]:
     return (axes, layout.zero, sum(options), *flags, layout.schedule not in ("1f1b", "gpipe"), *sizes, layout.schedule)
 
 
-_AUTOMATIC = {"data": "auto", "microbatch": 0}  # values that leave the choice to the planner
+_AUTOMATIC = {"data": "auto", "zero": "auto", "microbatch": 0}  # values that leave the choice to the planner
 _OVERRIDES = ("microbatch", "offload", "share_node", "reshard")  # settings that replace those of any layout
 _FILTERS = [key for key in SECTION_OF if key not in (*_OVERRIDES, "cut", "whole", "axes")]
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from mpitrain.comm.memory.device import empty_pinned, is_accelerator
-from mpitrain.errors import refusal
+from mpitrain.errors import InputError, refusal
 from mpitrain.shard.flat import FlatGroup, bucket_indices
 
 # optimizers whose update of an element depends only on that element, so that each share can be updated alone
@@ -189,6 +189,15 @@ def _intervals(
             begin, contents = (lo if at == 0 else offset), ()
         intervals.append((begin, end, *key, (*contents, (parameter, first, last, offset - begin))))
     return intervals
+
+
+def is_shardable(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if ranks can divide the optimizer's states: it is element-wise and has made no step."""
+    try:
+        check_elementwise(optimizer, gathered=True)
+    except InputError:
+        return False
+    return not has_stepped(optimizer)
 
 
 def check_elementwise(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mpitrain.config.settings import Config
 from mpitrain.shard.offload import HOST
 
 CACHED_MB = 4.0  # MiB of gradients that stay in the cache from backward until they are reduced
@@ -59,24 +60,45 @@ class Account:
         return self.parameters + self.gradients + self.states
 
 
-def conflict(zero: int, ranks: int, *, staged: bool, one_copy: bool, offload: str = "", on_device: bool = False) -> str:
+def stage_of(config: Config, ranks: int, *, shardable: bool = True) -> int:
+    """Return the stage of ZeRO of a configuration; for parallel.zero "auto" the fastest one with the same result.
+
+    Stage 1 is faster than stage 0, because each rank updates only its share. Stage 0 is used if there is nothing to
+    shard, if any rank must be able to restore the states (elastic.mode shrink), if compressed gradients would depend on
+    the shares, and in modes other than sync.
+
+    Args:
+        config: Configuration; [parallel], [elastic] and [comm] count.
+        ranks: Number of ranks that sum gradients.
+        shardable: False if the optimizer's states cannot be sharded.
+    """
+    zero = config.parallel.zero
+    if zero != "auto":
+        return zero
+    plain = config.parallel.mode == "sync" and config.elastic.mode == "off" and config.comm.compression == "none"
+    return int(plain and shardable and ranks > 1)
+
+
+def conflict(
+    zero: int | str, ranks: int, *, staged: bool, one_copy: bool, offload: str = "", on_device: bool = False
+) -> str:
     """Return why this placement of parameters is impossible and how to change it; empty if it is possible.
 
     Args:
-        zero: Stage of ZeRO.
+        zero: Stage of ZeRO, or "auto".
         ranks: Number of data-parallel ranks.
         staged: If true, the module is a stage of a pipeline.
         one_copy: If true, the ranks of a node share one copy of the parameters.
         offload: Setting parallel.offload_parameters.
         on_device: If true, ranks compute on devices.
     """
-    if offload and not STAGES[zero].parameters:
+    if offload and zero != 3:
         return (
             f"parallel.offload_parameters needs parallel.zero 3, but parallel.zero is {zero}; set parallel.zero to 3, "
             "or remove parallel.offload_parameters"
         )
     gathers = is_elsewhere(offload, on_device) or (ranks > 1 and not one_copy)
-    if STAGES[zero].parameters and staged and gathers:
+    if zero == 3 and staged and gathers:
         return (
             "parallel.zero 3 would gather each block of a stage twice for every microbatch, and a pipeline has many; "
             "set parallel.zero to 2, or parallel.share_node to true, which needs host memory and the same number of "

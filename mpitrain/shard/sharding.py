@@ -35,6 +35,7 @@ from mpitrain.shard.flat_parameters import (
     has_stepped,
     init_states,
     is_elementwise,
+    is_shardable,
     replace_parameters,
     replicated_flat_parameters,
     sharded_flat_parameters,
@@ -49,7 +50,15 @@ from mpitrain.shard.parameters import (
     ShardedParameters,
     shard_order,
 )
-from mpitrain.shard.placement import STAGES, ZeroStage, bucket_size, conflict, is_elsewhere, node_has_one_copy
+from mpitrain.shard.placement import (
+    STAGES,
+    ZeroStage,
+    bucket_size,
+    conflict,
+    is_elsewhere,
+    node_has_one_copy,
+    stage_of,
+)
 from mpitrain.shard.reducer import Reducer
 
 EXACT_BLOCK = 1024  # elements whose squares are summed together if sums must not depend on the number of ranks
@@ -68,6 +77,7 @@ class Sharding:
 
     Attributes:
         compression: Compression of gradients during communication; None to send them uncompressed.
+        zero: Stage of ZeRO.
         owners: Ownership record of each parameter of the module.
         shard: Ranks that shares are divided over.
         replicas: Ranks that have the same share as this one; None if there are no others.
@@ -96,6 +106,7 @@ class Sharding:
     ) -> None:
         self.module, self.optimizer, self.comm, division = module, optimizer, comm, division or Division()
         self.config, self.parallel, self.reduce_dtype = config, config.parallel, reduce_dtype
+        self.zero = stage_of(config, comm.size, shardable=is_shardable(optimizer))
         kind = config.comm.compression
         self.compression = None if kind == "none" else from_name(kind)
         self._staged = division.pipeline is not None  # gradients of pipeline stages are added up without backward hooks
@@ -138,8 +149,8 @@ class Sharding:
 
     @property
     def stage(self) -> ZeroStage:
-        """Placements of the configured stage of ZeRO."""
-        return STAGES[self.parallel.zero]
+        """Placements of the stage of ZeRO."""
+        return STAGES[self.zero]
 
     def _split_ranks(self) -> tuple[Communicator, Communicator | None]:
         """Return the ranks that shares are divided over, and the ranks with the same share as this one. Collective."""
@@ -178,9 +189,7 @@ class Sharding:
         offload = asked if is_elsewhere(asked, on_device) else ""
         placed = self._share_on_node(groups) if self.stage.states and not offload else None
         one_copy, staged = placed is not None, self._staged
-        if why := conflict(
-            parallel.zero, shard.size, staged=staged, one_copy=one_copy, offload=asked, on_device=on_device
-        ):
+        if why := conflict(self.zero, shard.size, staged=staged, one_copy=one_copy, offload=asked, on_device=on_device):
             raise refusal(why)
         if not self.stage.states:
             return groups, ReplicatedParameters(groups)

@@ -365,7 +365,7 @@ class Survivors(Callback):
         """Remember the state after this step at stage 0, where each rank has all of it."""
         engine = trainer.engine
         self._even = engine.synchronous
-        if engine.config.parallel.zero == 0:
+        if engine.config.parallel.zero in ("auto", 0):  # auto is 0 here
             key = Key(trainer.step, trainer.world.size, self._copies.losses)
             buffers = [buffer.clone() for buffer in engine.module.buffers()]
             self._last_state = LastState(engine, key, trainer.state(), buffers)

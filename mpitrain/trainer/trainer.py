@@ -55,6 +55,7 @@ from mpitrain.trainer.run import Callback, Restored, Run, Step, Strategy
 from mpitrain.trainer.saving import SaveSchedule, is_due, load_newest, require_resume_checkpoint, saves_after
 from mpitrain.trainer.settings import with_planned_layout
 from mpitrain.trainer.stopping import BestCheckpoint, EarlyStopping, LearningCheck, LowerRate, StopInTime
+from mpitrain.trainer.threads import CompareThreads
 
 STRATEGIES: dict[Mode, type[Strategy]] = {"sync": Synchronous, "server": Served, "local": Local}
 
@@ -97,6 +98,8 @@ class Trainer(Run):
         self.print = partial(print, flush=True)
         learning, self.saving, self.best = LearningCheck(), SaveSchedule(self.config), BestCheckpoint()
         last = [Records(), self.saving, EventRecords(), RankRecords(), TimelineRecorder(self.config)]
+        if type(self).train_step is Trainer.train_step:
+            last.append(CompareThreads())
         first = [StopInTime(), learning, EarlyStopping(), LowerRate(), self.best, SampleIds()]
         self.callbacks = [*first, *callbacks, Console(learning), *last]
         self.batch_sizes = self.config.train.batch_sizes

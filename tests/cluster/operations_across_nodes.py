@@ -44,11 +44,16 @@ def reductions(world: mt.Communicator, arena: mt.Arena) -> None:
             x = values(numel, dtype, world.rank)
             world.reduce(x, root, "sum", algorithm)
             assert_equal(x, expected if world.rank == root else values(numel, dtype, world.rank), world.size)
-        for algorithm in ("auto", "mpi", "ring", "halving"):
+        everyone = [values(numel * world.size, dtype, r).chunk(world.size)[world.rank] for r in ranks]
+        for algorithm in ("auto", "mpi", "ring", "halving", "pairwise", "two_level"):
             x, out = values(numel * world.size, dtype, world.rank), torch.empty(numel, dtype=dtype)
             world.reduce_scatter(out, x, "sum", algorithm)
-            everyone = [values(numel * world.size, dtype, r).chunk(world.size)[world.rank] for r in ranks]
             assert_equal(out, expected_reduction("sum", everyone), world.size)
+            if numel < NUMELS[-1]:
+                x = arena.tensor.view(dtype)[: numel * world.size].copy_(x)
+                world.reduce_scatter(out, x, "sum", algorithm)
+                assert_equal(out, expected_reduction("sum", everyone), world.size)
+                assert_equal(x, values(numel * world.size, dtype, world.rank))  # unchanged
 
 
 def movements(world: mt.Communicator) -> None:

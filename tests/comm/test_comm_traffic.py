@@ -103,6 +103,8 @@ def test_bytes_inside_and_between_nodes_are_counted_separately(world, monkeypatc
     assert totals(comm) == {("all_reduce", "mpi"): (1, 3 * nbytes, 3 * nbytes)}
     comm.all_reduce(arena.tensor, algorithm="two_level")  # 2 (M-1) X between two nodes, 2 (L-1) X inside each
     assert totals(comm) == {("all_reduce", "two_level"): (1, 4 * nbytes, 2 * nbytes)}
+    comm.reduce_scatter(torch.empty(1024), arena.tensor, algorithm="two_level")  # (M-1) X and (L-1) X
+    assert totals(comm) == {("reduce_scatter", "two_level"): (1, 2 * nbytes, nbytes)}
     there = [2, 3, 0, 1][comm.rank]
     comm.isend(torch.zeros(5), there)
     comm.recv(torch.zeros(5), there)

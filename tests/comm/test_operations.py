@@ -87,7 +87,7 @@ def test_sums_of_small_integers_wrap_as_in_torch_with_every_algorithm(comm, devi
         for algorithm in ("auto", "mpi", "tree"):
             comm.reduce(x.copy_(local_values), 1, op, algorithm)
             assert_equal(x, expected if comm.rank == 1 else local_values)
-        for algorithm in ("auto", "mpi", "ring", "halving", "pairwise"):
+        for algorithm in ("auto", "mpi", "ring", "halving", "pairwise", "two_level"):
             out = torch.empty(301, dtype=dtype, device=device)
             comm.reduce_scatter(out, x.copy_(local_values), op, algorithm)
             assert_equal(out, expected.chunk(comm.size)[comm.rank])
@@ -196,14 +196,15 @@ def test_all_gather_and_reduce_scatter_by_every_algorithm(comm, device):
 
                 contributions = [values(each * comm.size, dtype, r) for r in range(comm.size)]
                 expected = expected_reduction("sum", contributions)[each * comm.rank : each * (comm.rank + 1)]
-                x = arena.view(0, (each * comm.size,)).copy_(contributions[comm.rank])
-                out = torch.empty(each, dtype=dtype, device=device)
-                comm.reduce_scatter(out, x, "sum", algorithm)
-                assert_equal(out, expected, comm.size)
-                assert_equal(x, contributions[comm.rank])  # untouched
-                own_block = x[each * comm.rank : each * (comm.rank + 1)]
-                comm.reduce_scatter(own_block, x, "sum", algorithm)
-                assert_equal(own_block, expected, comm.size)
+                for name in (algorithm, "two_level") if algorithm == "ring" else (algorithm,):
+                    x = arena.view(0, (each * comm.size,)).copy_(contributions[comm.rank])
+                    out = torch.empty(each, dtype=dtype, device=device)
+                    comm.reduce_scatter(out, x, "sum", name)
+                    assert_equal(out, expected, comm.size)
+                    assert_equal(x, contributions[comm.rank])  # untouched
+                    own_block = x[each * comm.rank : each * (comm.rank + 1)]
+                    comm.reduce_scatter(own_block, x, "sum", name)
+                    assert_equal(own_block, expected, comm.size)
         arena.free()
 
 
@@ -243,7 +244,9 @@ def test_very_uneven_blocks_are_reduced_and_gathered(comm, device, dtype, inside
             contributions = [values(numel, dtype, rank) for rank in range(comm.size)]
             x = arena.view(0, (numel,)) if inside else torch.empty(numel, dtype=dtype, device=device)
             x.copy_(contributions[comm.rank])
-            algorithms = _algorithms(comm, "ring", "halving", "pairwise") if inside and small else ("auto",)
+            algorithms = (
+                _algorithms(comm, "ring", "halving", "pairwise", "two_level") if inside and small else ("auto",)
+            )
             for op, algorithm in product(("sum", "avg"), algorithms):
                 out = torch.empty(length, dtype=dtype, device=device)
                 comm.reduce_scatter(out, x, op, algorithm, counts=counts)
@@ -312,10 +315,11 @@ def test_data_too_long_for_one_mpi_call_is_split(world, monkeypatch):
             x = wholes[rank].clone()
             comm.broadcast(x, size - 1, algorithm)
             assert_equal(x, wholes[-1])
-        for algorithm in _algorithms(world, "ring", "halving"):
-            x, out = torch.empty(each, dtype=dtype), torch.empty(each * size, dtype=dtype)
+        x, out = torch.empty(each, dtype=dtype), torch.empty(each * size, dtype=dtype)
+        for algorithm in _algorithms(world, "ring", "halving", "two_level"):
             comm.reduce_scatter(x, wholes[rank], "sum", algorithm)
             assert_equal(x, total[own_slice], size)
+        for algorithm in _algorithms(world, "ring", "halving"):
             comm.all_gather(out, blocks[rank], algorithm)
             assert_equal(out, torch.cat(blocks))
         out = torch.empty(each * size, dtype=dtype)

@@ -37,6 +37,7 @@ from mpitrain.comm.algorithms.shared import (
     shared_reduce_scatter,
     staged_all_reduce,
     two_level_all_reduce,
+    two_level_reduce_scatter,
 )
 from mpitrain.comm.programs.program import (
     CALLER,
@@ -119,6 +120,8 @@ def test_two_level_is_correct_for_any_number_of_ranks_per_node(per_node, segment
     if random.random() < 0.3:
         random.shuffle(nodes)  # ranks placed round robin or worse
     verify(two_level_all_reduce(tuple(nodes), segments, direct=direct, tree=tree))
+    if len(set(per_node)) == 1:
+        verify(two_level_reduce_scatter(tuple(nodes), segments))
 
 
 def _traffic(program, rank, chunk_bytes):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
+from mpitrain.comm.job.traffic import Record
 from mpitrain.comm.memory.buffers import as_tensor
-from mpitrain.errors import InputError
+from mpitrain.comm.runtime.agreement import NBYTES, STEP, Register, make_repeated_call
+from mpitrain.errors import CommunicationError, InputError
 
 MANY = pytest.mark.ranks(2, 3)
 
@@ -163,3 +166,92 @@ def test_debug_mode_compares_repeated_operations(world):
     for _ in range(3):
         world.all_reduce(x)
     assert not world.ready
+
+
+@MANY
+def test_persistent_calls_are_correct_and_take_the_shorter_path(plain):
+    size, rank = plain.size, plain.rank
+    whole, other, block = torch.zeros(6 * size), torch.zeros(6 * size), torch.zeros(6)
+    at_root = rank == 1
+    calls = {
+        "all_reduce": plain.all_reduce_init(whole.numpy()),
+        "reduce": plain.reduce_init(whole, 1),
+        "broadcast": plain.broadcast_init(whole, 1),
+        "reduce_scatter": plain.reduce_scatter_init(block, whole),
+        "all_gather": plain.all_gather_init(other, block),
+        "gather": plain.gather_init(other if at_root else None, block, 1),
+        "scatter": plain.scatter_init(block, other if at_root else None, 1),
+        "all_to_all": plain.all_to_all_init(other, whole),
+    }
+    total = size * (size + 1) / 2
+    for number in range(1, 5):
+        whole.fill_(number * (rank + 1.0))
+        calls["all_reduce"]()
+        assert (whole == number * total).all()
+        whole.fill_(number * (rank + 1.0))
+        calls["reduce"]()
+        assert (whole == number * (total if at_root else rank + 1.0)).all()
+        calls["broadcast"]()
+        assert (whole == number * total).all()
+        whole.fill_(number * (rank + 1.0))
+        calls["reduce_scatter"]()
+        assert (block == number * total).all()
+        block.fill_(number * rank)
+        calls["all_gather"]()
+        assert other.view(size, 6)[:, 0].tolist() == [number * r for r in range(size)]
+        other.zero_()
+        calls["gather"]()
+        assert other.view(size, 6)[:, 0].tolist() == [number * r * at_root for r in range(size)]
+        calls["scatter"]()
+        assert (block == number * rank).all()
+        whole.copy_(torch.arange(size).repeat_interleave(6) + 10 * number * rank)
+        calls["all_to_all"]()
+        assert other.view(size, 6)[:, 0].tolist() == [10 * number * r + rank for r in range(size)]
+        if number == 2:  # what was prepared is checked again
+            plain.arena(16).free()
+        assert all((call._perform is None) == (number == 2) for call in calls.values())
+
+
+@MANY
+def test_persistent_calls_are_refused_as_the_operations_are(plain):
+    x = torch.ones(4, 4)
+    with pytest.raises(InputError, match="is not contiguous"):
+        plain.all_reduce_init(x.t())
+    with pytest.raises(InputError, match="not asynchronous"):
+        plain.all_reduce_init(x, async_op=True)
+    with pytest.raises(InputError, match=f"there is no rank {plain.size} in"):
+        plain.broadcast_init(x, plain.size)
+    comm = plain.split(0)
+    call = comm.all_reduce_init(x)
+    for _ in range(2):
+        call()
+    assert x[0, 0] == plain.size**2
+    comm.free()
+    with pytest.raises(InputError, match="was freed"):
+        call()
+
+
+def test_persistent_calls_of_the_library_sign_one_in_sixteen_operations():
+    memory = [np.zeros(NBYTES, np.uint8) for _ in range(2)]
+    registers = [Register([0, 1], rank, lambda r: memory[r].ctypes.data, ()) for rank in range(2)]
+    performed = [0, 0]
+
+    def repeated(rank, description):
+        def act():
+            performed[rank] += 1
+
+        signature = registers[rank].signature(description, meets=False, synchronizing=True)
+        return make_repeated_call(Record("test"), "all_reduce", [signature, act], (), lambda: None, 16)
+
+    first, same, other = repeated(0, "sum"), repeated(1, "sum"), repeated(1, "max")
+    for _ in range(20):
+        first(None)
+    assert registers[0].own_word[0] // STEP == 16
+    for _ in range(20):
+        same(None)
+    for _ in range(20):
+        first(None)
+    with pytest.raises(CommunicationError, match="rank 0: sum; rank 1: max"):
+        for _ in range(20):
+            other(None)
+    assert performed == [40, 20 + 11]  # operation 32 is signed

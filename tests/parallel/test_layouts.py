@@ -79,7 +79,7 @@ def test_a_layout_converts_to_settings_and_back():
         config = Config.from_dict(settings(each))
         assert layout_of(config, each.ranks) == each
     left = layout_of(Config.from_dict({"train": {"batch": 32}, "parallel": {"pipeline": 2}}), 8)
-    assert left == ParallelLayout(4, 2, microbatch=2)
+    assert left == ParallelLayout(4, 2, zero=1, microbatch=2)
     blocks = [block(1.0, numel=n) for n in (9, 1, 1, 1)]
     cut = Config.from_dict({"parallel": {"pipeline": 2, "cut": "parameters"}})
     assert layout_of(cut, 2, blocks).cut == (1, 3)
@@ -97,7 +97,7 @@ def test_an_additional_axis_is_part_of_the_layout_and_a_setting():
     assert (layout.ranks, layout.readers, layout.replicas) == (8, 4, 4)
     config = Config.from_dict(settings(layout))
     assert config.parallel.axes == dict(REPLICA) and layout_of(config, 8) == layout
-    assert layout_of(CONFIG, 8) == ParallelLayout(4, microbatch=2, axes=REPLICA)
+    assert layout_of(CONFIG, 8) == ParallelLayout(4, zero=1, microbatch=2, axes=REPLICA)
 
 
 @pytest.mark.parametrize("line", ["8x1x1 mb2", "4x2x1 zero2 mb2 1f1b", "4x1x2 zero1 mb4", "8x1x1 zero3 mb2 private"])

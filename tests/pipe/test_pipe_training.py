@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mpitrain.errors import InputError
+from mpitrain.models.gpt import GPT, Form
 from mpitrain.pipe.pipeline import Pipeline
 from mpitrain.pipe.schedule import Compute, make_schedule
 from mpitrain.pipe.simulate import simulate
@@ -52,6 +53,24 @@ def test_stages_on_devices_train_like_one_process(world, options, device):
     with sdpa_kernel(SDPBackend.MATH):
         batches = [tokens(count) for count in STEPS[:5]]
         _, _, results = train_both(world, gpt, lambda m: m.loss, options, batches, device)
+    for loss, expected, error in results:
+        assert loss == pytest.approx(expected, rel=0, abs=2e-6)
+        assert error < 1e-5
+
+
+def packed_gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(30, 5, 8, 2, tied=False, apart=3, form=Form(positions="learned"), max_positions=150)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("device", ["cpu", "pretend"], indirect=True)
+@pytest.mark.parametrize("kind", ["1f1b", "zb-v", "interleaved-slices"])
+def test_packed_documents_pass_from_stage_to_stage(world, kind, device):
+    with sdpa_kernel(SDPBackend.MATH):
+        batches = [tokens(2, sequence=150), tokens(2, sequence=96)]
+        options = SCHEDULES[kind] | {"recompute": kind == "1f1b"}
+        _, _, results = train_both(world, packed_gpt, lambda m: m.loss, options, batches, device)
     for loss, expected, error in results:
         assert loss == pytest.approx(expected, rel=0, abs=2e-6)
         assert error < 1e-5

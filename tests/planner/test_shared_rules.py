@@ -55,7 +55,8 @@ def job_buckets(layout: ParallelLayout) -> list[int]:
     """Return the sizes in bytes of a job's buckets."""
     module, shard = build_model(CONFIG.model, IMAGES).module, shares(layout)
     config, stage = config_of(zero=layout.zero), STAGES[layout.zero]
-    sharding = SimpleNamespace(config=config, parallel=config.parallel, shard=shard, stage=stage, _staged=False)
+    zero, parallel = layout.zero, config.parallel
+    sharding = SimpleNamespace(config=config, parallel=parallel, shard=shard, zero=zero, stage=stage, _staged=False)
     sharding._share_on_node = lambda groups: "one copy"
     groups, _ = Sharding._place_parameters(cast(Any, sharding), in_backward_order(module))
     return [4 * (hi - lo) for group in groups for lo, hi in pairwise(group.layout.bounds)]

@@ -472,6 +472,9 @@ def test_an_optimizer_that_is_not_element_wise_is_refused_by_name(world):
     model = gpt()
     with pytest.raises(InputError, match="Adafactor cannot be sharded"):
         Engine(model, model.loss, torch.optim.Adafactor(model.parameters()), world, config_of(zero=1))
+    engine = Engine(model, model.loss, torch.optim.Adafactor(model.parameters()), world, config_of())
+    assert engine.sharding.zero == 0
+    engine.close()
 
 
 @pytest.mark.ranks(3)

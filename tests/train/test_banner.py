@@ -31,6 +31,7 @@ def run(*, step: int = 0, tokens: int = 128, held_out: bool = True, warm_up: str
         stop_reason=stop,
         batch_sizes=SimpleNamespace(before=lambda step: 32 * step, describe=lambda: warm_up),
         strategy=SimpleNamespace(describe=lambda: ""),
+        engine=SimpleNamespace(sharding=SimpleNamespace(zero=1)),
         folder=SimpleNamespace(
             path=Path("runs/first"),
             log=SimpleNamespace(info=print),
@@ -72,6 +73,7 @@ def test_banner_of_a_new_run(monkeypatch):
         "  steps        300 (0.0523 epochs)",
         "  precision    fp32",
         "  run folder   runs/first",
+        "  parallel     zero 1 (auto)",
     ]
 
 
@@ -79,7 +81,7 @@ def test_banner_of_a_resumed_run():
     text = console.banner(run(step=100, tokens=0, held_out=False, warm_up="8 up to step 3"))
     assert "\n  samples      183,421 for training\n" in text
     assert "300, resumed after step 100 (" in text
-    assert text.endswith("\n  warm-up      8 up to step 3")
+    assert "\n  warm-up      8 up to step 3\n" in text
 
 
 def test_closing_lines_show_results_and_next_commands(last_lines):

@@ -24,16 +24,20 @@ def by_one_rank(world, folder, /, **sections):
 
 
 @pytest.mark.parametrize(
-    "microbatch", [pytest.param(0, marks=pytest.mark.ranks(2)), pytest.param(2, marks=pytest.mark.ranks(3))]
+    ("zero", "microbatch"),
+    [pytest.param("auto", 0, marks=pytest.mark.ranks(2)), pytest.param(0, 2, marks=pytest.mark.ranks(3))],
 )
-def test_losses_equal_those_of_one_rank(world, folder, text, microbatch):
+def test_losses_equal_those_of_one_rank(world, folder, text, capsys, zero, microbatch):
     sections = {
+        "parallel": {"zero": zero},
         "data": {"path": text, "record_ids": True},
         "model": GPT,
         "train": {"steps": 20, "batch": 10, "microbatch": microbatch, "evaluate_every": 10, "evaluate_samples": 13},
         "checkpoint": {"every": 0},
     }
     lines = run(world, folder / "many", **sections)
+    if world.rank == 0:
+        assert ("zero 1 (auto)" in capsys.readouterr().out) == (zero == "auto")
     reference = by_one_rank(world, folder, **sections)
     assert len(lines) == 20
     for mine, theirs in zip(lines, reference, strict=True):

@@ -493,3 +493,34 @@ def two_level_all_reduce(
 
     goal = all_reduce_of(len(nodes), blocks)
     return Program("two_level all_reduce", len(nodes), goal, steps, nodes, blocks=blocks, segments=segments)
+
+
+def two_level_reduce_scatter(nodes: tuple[int, ...], segments: int = 1) -> Program:
+    """Build a reduce-scatter that sums in shared memory inside each node and sends one message per pair of nodes.
+
+    Local rank l of a node sums, over its node, the blocks of local rank l of every node. It sends each sum to the
+    block's owner, which adds them up. A node sends (M-1)/M of the vector between M nodes.
+
+    Args:
+        nodes: Node number of each rank; all nodes have the same number of ranks.
+        segments: Number of chunks per block; they are sent one after another.
+    """
+    places = Places(nodes)
+
+    def steps(rank: Ints) -> Iterator[Step]:
+        node, local, count = places.node[rank], places.local[rank], places.nodes
+        owners = [places.neighbour(rank, t) for t in range(places.max_ranks)]
+        yield Fence()
+        for s in range(segments):
+            for t in (*range(1, count), 0):  # its own block last, while the first sums could be sent
+                span = _span(places.members[(node + t) % count, local] * segments + s)
+                yield Combine(span, tuple((owner, span) for owner in owners), False)
+            mine = _span(rank * segments + s)
+            for t in range(1, count):
+                to, source = (places.members[(node + i) % count, local] for i in (t, -t))
+                yield Exchange(to, _span(to * segments + s), source, mine, reduce=True)
+        yield Finish(Span(rank * segments, (rank + 1) * segments))
+        yield Fence()
+
+    goal = reduce_scatter_of(len(nodes))
+    return Program("two_level reduce_scatter", len(nodes), goal, steps, nodes, blocks=len(nodes), segments=segments)

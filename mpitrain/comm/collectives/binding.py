@@ -19,7 +19,7 @@ import torch
 
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology
-from mpitrain.comm.job.traffic import Volume, blocks_sent, even_shares
+from mpitrain.comm.job.traffic import Volume
 from mpitrain.comm.memory.arena import Arena, ArenaIndex, allocate
 from mpitrain.comm.memory.buffers import tensor_at
 from mpitrain.comm.memory.device import synchronize
@@ -65,6 +65,7 @@ class BoundCache:
 
     def __init__(self, arenas: ArenaIndex) -> None:
         self.ready: dict[Hashable, Ready] = {}
+        self._followers: weakref.WeakSet[Any] = weakref.WeakSet()  # persistent calls that use functions of `ready`
         self.bound: OrderedDict[Hashable, Compiled] = OrderedDict()
         self.plans: OrderedDict[Hashable, tuple[Program, Plan]] = OrderedDict()
         self._references: dict[Hashable, list[weakref.ref[torch.UntypedStorage]]] = {}  # for the keys of `bound`
@@ -94,14 +95,14 @@ class BoundCache:
             self._references[key] = references
         if len(self.bound) > _MAX_ENTRIES:
             oldest, dropped = self.bound.popitem(last=False)
-            self.ready.pop(oldest, None)
+            self.forget_ready()
             self._references.pop(oldest, None)
             dropped.free()
 
     def drop_all(self) -> None:
         """Drop and release all entries."""
         bound, self.bound = self.bound, OrderedDict()
-        self.ready.clear()
+        self.forget_ready()
         self._references.clear()
         for compiled in (*bound.values(), *self._expired):
             compiled.free()
@@ -112,6 +113,13 @@ class BoundCache:
     def forget_ready(self) -> None:
         """Clear `ready`; called in whichever thread makes or frees an arena."""
         self.ready.clear()
+        for follower in list(self._followers):
+            follower.forget()
+
+    def follow(self, key: Hashable, follower: Any) -> Compiled | None:
+        """Return the program of a key if it may be repeated; `follower.forget()` is called when it becomes invalid."""
+        self._followers.add(follower)
+        return self.bound.get(key) if key in self.ready else None
 
     def _expire(self, key: Hashable, _: object) -> None:
         """Drop a program whose tensors were freed; called in whichever thread freed them."""
@@ -259,7 +267,8 @@ class Binder:
         Raises:
             InputError: The ranks are on several nodes, or cannot access each other's x.
         """
-        arena, neighbours = self.reach(x) if self.topology.num_nodes == 1 else (None, None)
+        one_node = algorithms[name].one_node
+        arena, neighbours = self.reach(x) if self.topology.num_nodes == 1 or not one_node else (None, None)
         if arena is None and neighbours is None:
             raise InputError(
                 f"algorithm {name} of {algorithms.operation} needs all ranks on one node and the tensor in an arena; "
@@ -448,23 +457,6 @@ def make_scaling(x: torch.Tensor, reduction: Reduction) -> list[Call]:
 def offsets(counts: Sequence[int]) -> list[int]:
     """Return the offset of each block and the total, for blocks of the given lengths."""
     return list(accumulate(counts, initial=0))
-
-
-def library_volume(topology: Topology, operation: str, blocks: Sequence[int] | int, root: int = 0) -> Volume:
-    """Return the bytes that the MPI library moves on this rank, as far as they can be known; see `blocks_sent`.
-
-    Args:
-        topology: Placement of the ranks.
-        operation: Name of the operation.
-        blocks: Bytes of each rank's block, or of a whole vector that has no blocks.
-        root: Root rank, for an operation that has one.
-    """
-    inside = between = 0
-    shares = even_shares(blocks, topology.size) if isinstance(blocks, int) else blocks
-    for other, nbytes in blocks_sent(operation, topology.rank, shares, root):
-        here = topology.nodes[other] == topology.nodes[topology.rank]
-        inside, between = inside + nbytes * here, between + nbytes * (not here)
-    return Volume("mpi", inside, between)
 
 
 Tensors = Sequence["torch.Tensor | None"]

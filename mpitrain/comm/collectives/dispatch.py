@@ -210,9 +210,9 @@ class Dispatcher(Member):
             written: For each tensor, True if the operation changes it.
             arguments: The other arguments.
         """
-        return self.begin(partial(self._check_call, operation, written, arguments), async_op, tensors, written)
+        return self.begin(partial(self.check_call, operation, written, arguments), async_op, tensors, written)
 
-    def _check_call(
+    def check_call(
         self, operation: CollectiveOperation, written: Sequence[bool], arguments: Sequence[Any], *passed: Any
     ) -> Invocation:
         """Check the arguments of a call, compute the block sizes, and return its invocation."""
@@ -249,8 +249,14 @@ class Dispatcher(Member):
         """
         if any(map(is_wrapper, tensors)):
             return for_each_inner(lambda *inner: self.begin(make_invocation, async_op, inner, written), *tensors)
-        passed = [as_tensor(x, written=changed) for x, changed in zip(tensors, written)]  # noqa: B905 - see `_check_call`
-        return self.dispatch(make_invocation(*passed), async_op)
+        return self.dispatch(self.prepare(make_invocation, tensors, written), async_op)
+
+    def prepare(
+        self, make_invocation: Callable[..., Invocation], tensors: Sequence[Any], written: Sequence[bool]
+    ) -> Invocation:
+        """Return the invocation of a call; the arguments are those of `begin`."""
+        passed = [as_tensor(x, written=changed) for x, changed in zip(tensors, written)]  # noqa: B905 - see `check_call`
+        return make_invocation(*passed)
 
     def dispatch(self, call: Invocation, async_op: bool = False) -> Work | None:
         """Perform an operation and return None, or start it in the background and return its handle.
@@ -285,18 +291,24 @@ class Dispatcher(Member):
         if call.key is not None and self._debug_comm is None and all(map(_may_repeat, call.tensors)):
             compiled = self.binder.cache.bound.get(call.key)
             if compiled is not None:
-                self.ready[call.key] = self._make_repeat(call, compiled)
+                self.ready[call.key] = self.make_repeat(call, compiled)
         return None
 
-    def _make_repeat(self, call: Invocation, compiled: Compiled) -> Ready:
-        """Return a function that performs an operation again, and counts it while the traffic counters are on."""
+    def make_repeat(self, call: Invocation, compiled: Compiled, signed: int = 1) -> Ready:
+        """Return a function that performs an operation again, and counts it while the traffic counters are on.
+
+        Args:
+            call: The operation.
+            compiled: Its program.
+            signed: The rank signs one operation in this number, see `make_repeated_call`.
+        """
         name, record, drain, journal = call.name, self._record, self._worker.drain, self.journal
         waiting = self._worker.queue if self._background is None else ()
         if not (journal.on and call.counts):
-            return make_repeated_call(record, name, compiled.calls, waiting, drain)
-        perform = make_repeated_call(record, name, compiled.calls, (), drain)  # deferred operations count themselves
+            return make_repeated_call(record, name, compiled.calls, waiting, drain, signed)
+        counted = make_repeated_call(record, name, compiled.calls, (), drain, signed)  # deferred ones count themselves
         first = drain if self._background is None else None
-        return journal.make_counting_call(perform, name, self.label, compiled.volume, record, first)
+        return journal.make_counting_call(counted, name, self.label, compiled.volume, record, first)
 
     def compare(
         self,
@@ -429,7 +441,7 @@ class Dispatcher(Member):
     def _free(self) -> None:
         """Release the resources of the operations. Collective. Nothing can be dispatched afterwards."""
         self._freed = True
-        self.ready.clear()
+        self.binder.cache.forget_ready()
         self._worker.close()
         if self.process.may_release(self._comm):
             for binder in (self.binder, self._background):

@@ -26,7 +26,6 @@ from mpitrain.comm.collectives.binding import (
     Binder,
     CollectiveOperation,
     Invocation,
-    library_volume,
     make_copy,
     make_scaling,
     offsets,
@@ -35,7 +34,7 @@ from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_size
 from mpitrain.comm.collectives.moving import ALL_GATHER
 from mpitrain.comm.compression import Bucket, Compression
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.traffic import Note, Volume
+from mpitrain.comm.job.traffic import Note, Volume, library_volume
 from mpitrain.comm.memory.buffers import shares_memory, typed_buffer, typed_buffers
 from mpitrain.comm.memory.elements import HALVES
 from mpitrain.comm.programs.program import Program
@@ -293,8 +292,8 @@ def reduce_scatter(
         x: A contiguous tensor or array, with the same size and dtype on all ranks: one block per rank, in order of
             rank.
         op: sum, product, min, max or avg.
-        algorithm: auto, mpi, ring, halving, pairwise, shared, or a registered algorithm. Sums of 8-bit and 16-bit
-            integers use halving instead of mpi, see `all_reduce`.
+        algorithm: auto, mpi, ring, halving, pairwise, shared, two_level, or a registered algorithm. Sums of 8-bit and
+            16-bit integers use halving instead of mpi, see `all_reduce`.
         async_op: If true, return at once with a `Work`; do not touch either tensor before it is complete.
         counts: Number of elements of each rank's block; by default all blocks have the length of out.
         reproducible: If true, reduce in the order of a fixed binary tree over the ranks.
@@ -354,6 +353,8 @@ def _bind_reduce_scatter(
     name = binder.choose(selection.REDUCE_SCATTER, algorithm, setting)
     name = reduce_scatter_name(name, setting, is_auto=algorithm == "auto", is_half=x.dtype in HALVES)
     chosen = selection.REDUCE_SCATTER[name]
+    if chosen.reach and not chosen.one_node and binder.reach(x) == (None, None):
+        return _bind_reduce_scatter(binder, x, out, op, counts, "ring", reproducible)
     program = binder.program(chosen, setting) if chosen.program is not None else None
     if x.dtype in HALVES and (program is None or program.sends_partial_sums):
         wide, sums = torch.empty(x.numel(), dtype=torch.float32), torch.empty(out.numel(), dtype=torch.float32)
@@ -365,13 +366,14 @@ def _bind_reduce_scatter(
         return _library_reduce_scatter(binder, out, x, blocks, reduction)
     arena, neighbours = binder.require_reach(x, selection.REDUCE_SCATTER, name) if chosen.reach else (None, None)
     layout = _layout(binder, program, x, out, blocks, neighbours)
+    description = REDUCE_SCATTER.describe(
+        binder, x, out, op, counts, name, reproducible, place=binder.describe_place(x)
+    )
     if not program.sends_partial_sums:
-        description = REDUCE_SCATTER.describe(
-            binder, x, out, op, counts, name, reproducible, place=binder.describe_place(x)
-        )
         return binder.compile(program, layout, reduction, arena, description=description)
     whole = torch.empty(x.numel(), dtype=x.dtype)
-    inner = binder.compile(program, replace(layout, target=whole.data_ptr()), reduction)
+    layout = replace(layout, target=whole.data_ptr())
+    inner = binder.compile(program, layout, reduction, arena, description=description)
     first = offsets(blocks)[binder.topology.rank]
     return Compiled([inner, make_copy(out, whole[first : first + out.numel()])], [inner, whole])
 

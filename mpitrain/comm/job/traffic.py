@@ -25,6 +25,8 @@ from typing import NamedTuple
 
 import torch
 
+from mpitrain.comm.job.topology import Topology
+
 clock = time.perf_counter  # on Linux the same clock as time.monotonic
 
 _MAX_RECORDS = 1_000_000  # operations kept at most if nobody takes them
@@ -467,3 +469,20 @@ def bytes_sent(operation: str, nbytes: float, size: int) -> float:
         size: Number of ranks.
     """
     return (2 if operation == "all_reduce" else 1) * (size - 1) / size * nbytes
+
+
+def library_volume(topology: Topology, operation: str, blocks: Sequence[int] | int, root: int = 0) -> Volume:
+    """Return the bytes that the MPI library moves on this rank, as far as they can be known; see `blocks_sent`.
+
+    Args:
+        topology: Placement of the ranks.
+        operation: Name of the operation.
+        blocks: Bytes of each rank's block, or of a whole vector that has no blocks.
+        root: Root rank, for an operation that has one.
+    """
+    inside = between = 0
+    shares = even_shares(blocks, topology.size) if isinstance(blocks, int) else blocks
+    for other, nbytes in blocks_sent(operation, topology.rank, shares, root):
+        here = topology.nodes[other] == topology.nodes[topology.rank]
+        inside, between = inside + nbytes * here, between + nbytes * (not here)
+    return Volume("mpi", inside, between)

@@ -43,6 +43,7 @@ from mpitrain.errors import CommunicationError
 Call = Callable[[], object]
 
 STEP = 1 << 28  # a word is number * STEP + digest
+SIGNED_CALLS = 16  # one in so many calls of a persistent operation is signed, if the MPI library performs it
 _MEETS = 1  # bit of a digest that is set if the ranks meet at a fence
 _TEXT = 128  # bytes of a directory entry: a digest and its text
 _ENTRIES = 31
@@ -185,7 +186,9 @@ def run_watched(record: Record, name: str, tensor: torch.Tensor | None, act: Cal
         record.end()
 
 
-def make_repeated_call(record: Record, name: str, calls: Sequence[Call], waiting: Sized, drain: Call) -> TimedCall:
+def make_repeated_call(
+    record: Record, name: str, calls: Sequence[Call], waiting: Sized, drain: Call, signed: int = 1
+) -> TimedCall:
     """Return one function that performs a repeated operation.
 
     The function takes the operation's tensor, for the watchdog, and returns the `time.monotonic()` at which the
@@ -198,9 +201,11 @@ def make_repeated_call(record: Record, name: str, calls: Sequence[Call], waiting
         calls: Calls of the operation; the first is its `Signature` if the ranks sign for it.
         waiting: Operations that must be performed first.
         drain: Performs those.
+        signed: The rank signs one operation in this number of operations; a power of two.
     """
     signature, performed = calls[0] if calls else None, tuple(calls)
     words: Sequence[memoryview] = ()
+    unsigned = (signed - 1) * STEP  # bits of the number of an operation that is not signed
     signs = isinstance(signature, Signature)  # false without data, or if the rank is alone on its node
     if isinstance(signature, Signature):
         performed, digest, register = performed[1:], signature.digest, signature.register
@@ -211,16 +216,20 @@ def make_repeated_call(record: Record, name: str, calls: Sequence[Call], waiting
     def perform(tensor: torch.Tensor | None) -> float:
         if waiting:
             drain()
+        compared = words
         if signs:
             last[0] = number = last[0] + STEP
-            own_word[0] = word = number + digest  # early, so that the ranks' words are likely there when they are read
+            if number & unsigned:
+                compared = ()
+            else:  # early, so that the ranks' words are likely there when they are read
+                own_word[0] = word = number + digest
         record.sequence += 1
         record.name = name
         record.tensor = tensor
         record.thread = thread()
         record.since = began = now()
         try:
-            for theirs in words:
+            for theirs in compared:
                 if theirs[0] != word:
                     check_words(number, digest, synchronizing)
                     break

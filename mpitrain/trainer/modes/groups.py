@@ -185,7 +185,7 @@ class LocalEngine(Engine):
         ]
         if any(group != groups[0] for group in groups):
             raise refusal(
-                f"parallel.zero {self.sharding.parallel.zero} divides parameters differently in some groups, "
+                f"parallel.zero {self.sharding.zero} divides parameters differently in some groups, "
                 "because the groups are placed differently on the nodes; set parallel.local_group to a "
                 "divisor of the ranks of each node"
             )

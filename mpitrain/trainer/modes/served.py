@@ -192,7 +192,7 @@ def refuse_unsupported_settings(config: Config, ranks: int) -> None:
             "is lost if the rank fails; set parallel.servers to 1 or more"
         )
     for key, field, value in every_setting(config):
-        if key in _UNSUPPORTED and value != field.default:
+        if key in _UNSUPPORTED and value not in (field.default, 0):
             shown = str(value).lower() if isinstance(value, bool) else value
             raise refusal(
                 f"{key} {shown} cannot be combined with parallel.mode server, in which workers have the whole "

@@ -148,26 +148,24 @@ def banner(trainer: Run) -> str:
         ("precision", properties["precision"]),
         ("run folder", str(trainer.folder.path)),
         ("warm-up", trainer.batch_sizes.describe()),
-        ("parallel", parallel_text(config, trainer.world.size)),
+        ("parallel", parallel_text(trainer)),
         ("mode", trainer.strategy.describe()),
     ]
     return f"mpitrain {properties['version']}\n{align_rows([row for row in rows if row[1]])}"
 
 
-def parallel_text(config: Config, ranks: int) -> str:
-    """Return a few words about how the ranks divide the work; empty for plain data parallelism.
-
-    Args:
-        config: The settings.
-        ranks: Number of all ranks.
-    """
-    parallel, words = config.parallel, []
+def parallel_text(trainer: Run) -> str:
+    """Return a few words about how the ranks divide the work; empty on one rank."""
+    config, ranks, words = trainer.config, trainer.world.size, []
+    parallel = config.parallel
     if parallel.ranks_per_data > 1:
         shape = shape_of(axes_of(parallel), ranks)
         words.append(" x ".join(f"{name} {size}" for name, size in shape.items()))
     if parallel.pipeline > 1:
         words.append(f"schedule {parallel.schedule}")
-    if parallel.zero:
+    if parallel.zero == "auto" and parallel.mode == "sync" and ranks > 1:
+        words.append(f"zero {trainer.engine.sharding.zero} (auto)")
+    elif parallel.zero not in ("auto", 0):
         words.append(f"zero {parallel.zero}")
     if config.comm.compression != "none":
         words.append(f"compression {config.comm.compression}")
@@ -262,7 +260,7 @@ def start_fields(trainer: Run) -> dict[str, Any]:
         "cpu": processor_name() or platform.machine(),
         "cores": os.cpu_count() or 0,
         "loss_unit": loss_unit(config.model, trainer.data.description),
-        "parallel": parallel_text(config, trainer.world.size),
+        "parallel": parallel_text(trainer),
         "resumed_step": trainer.resumed_step,
         "config": config.model_dump(mode="json"),
     }

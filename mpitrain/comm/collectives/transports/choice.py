@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, library_volume
+from mpitrain.comm.collectives.binding import Binder, CollectiveOperation
 from mpitrain.comm.collectives.transports.by_programs import DeviceCall, Peer, Staged, Transport, flat
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import all_gather_bytes
+from mpitrain.comm.job.traffic import library_volume
 from mpitrain.comm.memory.arena import all_agree
 from mpitrain.comm.memory.buffers import shares_memory
 from mpitrain.comm.memory.device import (
