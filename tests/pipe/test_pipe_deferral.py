@@ -105,7 +105,7 @@ def test_training_ends_measuring_with_equal_bits(world, kind):
 
 
 @pytest.mark.ranks(2, 3)
-def test_all_ranks_choose_alike_with_the_times_of_all(world):
+def test_every_rank_makes_one_choice_from_the_times_of_every_stage(world):
     pipeline = Pipeline(layers(), mean_square, world, **SCHEDULES["zb-h1"])
     for _ in range(3):
         pipeline.forward_backward(numbers(4), even(4))
