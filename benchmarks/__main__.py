@@ -25,15 +25,10 @@ benchmarks:
 
 _EXAMPLES = """
 examples:
-  python -m benchmarks collectives                    minutes, on an otherwise idle machine
-  python -m benchmarks collectives --device auto      on the memory of an accelerator, with each transport
-  python -m benchmarks data                           data loaders, and the share of a step that they take
-  python -m benchmarks generate                       a minute: tokens per second, compared with transformers
+  python -m benchmarks all                            hours: everything, and the tables of README.md and docs
+  python -m benchmarks step                           minutes, on an otherwise idle machine
   python -m benchmarks step --device auto --ranks 1   tokens per second, and share of an accelerator's peak
-  python -m benchmarks waiting                        minutes: one slow rank, with and without servers
-  python -m benchmarks recording                      a minute: the cost of recording a step (monitor.timeline)
-  python -m benchmarks strategies --ranks 4           minutes: one model with DDP, ZeRO, pipeline, tensor, peers
-  python -m benchmarks step                           a quarter of an hour, with the memory of each contender
+  python -m benchmarks guard                          three minutes: each ratio to a peer, in a short form
 """
 
 

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.runner.jobs import BenchmarkParser, run, timed
 from benchmarks.runner.peers import Shape, contender
-from benchmarks.runner.report import Panel, Report, ReportTable, target_of
+from benchmarks.runner.report import Report, ReportTable, target_of
 from mpitrain.comm import Communicator
 from mpitrain.config.training import ModelSection
 from mpitrain.data import Dataset, Loader, SampleOrder, open_dataset
@@ -180,7 +180,7 @@ def _steps(world: Communicator, folder: Path, shape: Shape, batch: int, steps: i
         batch: Samples per rank.
         steps: Number of steps.
     """
-    trainee = contender("DDP", world, shape, batch)
+    trainee = contender("ZeRO-0", world, shape, batch)
     order = SampleOrder(len(_opened(folder)), seed=1)
 
     def train(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -212,7 +212,7 @@ def _steps(world: Communicator, folder: Path, shape: Shape, batch: int, steps: i
 
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
-    """Return the report with tables, targets and plots.
+    """Return the report with tables and targets.
 
     Args:
         results: Results of `measure`, by number of ranks.
@@ -235,24 +235,9 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
             )
         for name, _, ratio in rows[1:]:
             targets.append(target_of(f"{ranks} rank(s), {name}: samples/s of plain", ratio, least=1, where=" times"))
-    return Report("Loading data", tables, targets, [_panels(results)])
+    return Report("Loading data", tables, targets)
 
 
 def _speeds(loading: dict[str, Any]) -> dict[str, float]:
     """Return the samples per second of each loader, from the median of its epochs."""
     return {name: loading["samples"] / float(np.median(seconds)) for name, seconds in loading["seconds"].items()}
-
-
-def _panels(results: dict[int, Any]) -> list[Panel]:
-    first = next(iter(results.values()))
-    speeds = [_speeds(result["loading"]) for result in results.values()]
-    bars = {name: [speed[name] for speed in speeds] for name in first["loading"]["seconds"]}
-    shares = {
-        f"{model}, {how}": (list(results), [100 * result["steps"][model][how]["share"] for result in results.values()])
-        for model, hows in first["steps"].items()
-        for how in hows
-    }
-    return [
-        Panel("", "samples per second", bars, [f"{ranks} rank(s)" for ranks in results]),
-        Panel("", "share of a step, %", lines=shares, across="ranks", mark=100 * MOST),
-    ]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.runner.jobs import BenchmarkParser, run, summaries, timed
-from benchmarks.runner.report import Panel, Report, ReportTable, target_of
+from benchmarks.runner.report import Report, ReportTable, target_of
 from mpitrain.comm import Communicator
 from mpitrain.errors import CommunicationError, InputError
 
@@ -131,7 +131,7 @@ def _configuration(family: str, sizes: dict[str, int]) -> Any:
 
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
-    """Return the report with table, targets and plot.
+    """Return the report with table and targets.
 
     Args:
         results: Results of `measure`, by number of ranks.
@@ -152,6 +152,4 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
     )
     columns = ("model", "prompts", OURS, THEIRS, "ratio")
     table = ReportTable("Tokens per second", columns, rows, note)
-    bars = {name: [row[2 + number] for row in rows] for number, name in enumerate((OURS, THEIRS))}
-    panel = Panel("", "tokens per second", bars, [f"{row[0]}, {row[1]}" for row in rows])
-    return Report("Generation", [table], targets, [[panel]])
+    return Report("Generation", [table], targets)

@@ -59,7 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "factory": {"model": {"factory": "benchmarks.plan:make", "sequence": 64}, "train": {"batch": 16}},
 }
 QUICK: dict[str, dict[str, Any]] = {
-    "gpt": {"model": {"layers": 2, "width": 64, "heads": 4, "sequence": 32}, "train": {"batch": 8}},
+    "gpt": {"model": {"layers": 2, "width": 64, "heads": 4, "sequence": 32}, "train": {"batch": 8}}
 }
 
 
@@ -275,32 +275,48 @@ def report(results: dict[int, dict[str, list[Row]]], options: argparse.Namespace
         results: Results of `measure`, by number of ranks.
         options: Options of the command.
     """
-    tables = [table(ranks, model, rows) for ranks, cases in results.items() for model, rows in cases.items()]
-    every = [row for cases in results.values() for rows in cases.values() for row in rows]
-    groups = [rows for cases in results.values() for rows in cases.values()]
-    times = [abs(row["seconds"] / seconds(row) - 1) for row in every]
-    memory = [abs(predicted_bytes(row) / row["measured"]["memory"] - 1) for row in every]
-    models = dict.fromkeys(model for cases in results.values() for model in cases)
-    of_models = [[row for cases in results.values() for row in cases.get(model, [])] for model in models]
-    order = [_order(rows) for rows in of_models]
-    agreed = [_agreement(rows) for rows in of_models if len(rows[0]["measured"]["seconds"]) > 1]
-    chosen = [seconds(rows[0]) / min(map(seconds, rows)) for rows in groups]
-    order_text = _texts(order) + (f" (between two rounds of measuring: {_texts(agreed)})" if agreed else "")
-    names = ", ".join(models)
+    groups = {(model, ranks): rows for ranks, cases in results.items() for model, rows in cases.items()}
+    models = list(dict.fromkeys(model for model, _ in groups))
+    tables = [_summary(groups), *(table(ranks, model, rows) for (model, ranks), rows in groups.items())]
+    every = [row for rows in groups.values() for row in rows]
+    order = [_order([row for (name, _), rows in groups.items() if name == model for row in rows]) for model in models]
+    chosen = [_choice(rows) for rows in groups.values()]
+    order_what = (
+        f"rank correlation of predicted and measured step times, of {', '.join(models)} at all numbers of ranks"
+    )
+    time_what = f"step time of {len(every)} layouts, median distance"
     targets = [
-        target_of(
-            f"step time of {len(every)} layouts, median distance", statistics.median(times), most=_TIME, percent=True
-        ),
-        target_of("memory, median distance", statistics.median(memory), most=_MEMORY, percent=True),
-        target_of(
-            f"rank correlation of predicted and measured step times, of {names} at all numbers of ranks",
-            min(order),
-            least=_RANKS,
-            text=order_text,
-        ),
+        target_of(time_what, _distance(every), most=_TIME, percent=True),
+        target_of("memory, median distance", _distance_of_memory(every), most=_MEMORY, percent=True),
+        target_of(order_what, min(order), least=_RANKS, text=_texts(order)),
         target_of("time of the first choice / the best measured", max(chosen), most=_CHOICE, text=_texts(chosen)),
     ]
     return Report("Predicted and measured steps", tables, targets, [_panels(results)])
+
+
+def _summary(groups: Mapping[tuple[str, int], Sequence[Row]]) -> ReportTable:
+    """Return a table with one row per (model, number of ranks)."""
+    columns = ["model", "ranks", "layouts", "step time, median distance %", "memory, median distance %"]
+    columns += ["rank correlation with measurement", "of two rounds", "first choice / best measured"]
+    rows = []
+    for (model, ranks), of in groups.items():
+        agreed = _agreement(of) if len(of[0]["measured"]["seconds"]) > 1 else None
+        distances = (100 * _distance(of), 100 * _distance_of_memory(of))
+        rows.append((model, ranks, len(of), *distances, _order(of), agreed, _choice(of)))
+    return ReportTable("Summary", columns, rows)
+
+
+def _distance(rows: Sequence[Row]) -> float:
+    return statistics.median(abs(row["seconds"] / seconds(row) - 1) for row in rows)
+
+
+def _distance_of_memory(rows: Sequence[Row]) -> float:
+    return statistics.median(abs(predicted_bytes(row) / row["measured"]["memory"] - 1) for row in rows)
+
+
+def _choice(rows: Sequence[Row]) -> float:
+    """Return the measured time of the planner's first choice, relative to the best measured one."""
+    return seconds(rows[0]) / min(map(seconds, rows))
 
 
 def _texts(figures: Sequence[float]) -> str:

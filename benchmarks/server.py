@@ -25,7 +25,7 @@ from torch import nn
 
 from benchmarks.runner.jobs import BenchmarkParser, run, summaries, timed
 from benchmarks.runner.peers import rpc
-from benchmarks.runner.report import Panel, Report, ReportTable, milliseconds
+from benchmarks.runner.report import Report, ReportTable
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
 from mpitrain.errors import CommunicationError
@@ -268,10 +268,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """
     result: dict[str, Any] = {}
     for size in options.sizes or (QUICK_SIZES if options.quick else SIZES):
-        with (
-            temporary_folder(world, options.dir or options.out) as folder,
-            carriers(world, size // 4, folder) as ways,
-        ):
+        with temporary_folder(world, options.dir or options.out) as folder, carriers(world, size // 4, folder) as ways:
             calls = {f"{act} {name}": getattr(way, act) for name, way in ways.items() for act in _ACTS}
             times = summaries(timed(world, bytes_text(size), calls, options, begins=world.rank != SERVER))
             result[str(size)] = {way: {act: times[f"{act} {way}"] for act in _ACTS} for way in ways}
@@ -282,25 +279,19 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
-    """Return the report with tables and plots.
+    """Return the report with tables.
 
     Args:
         results: Results of `measure`, by number of ranks.
         options: Options of the command.
     """
-    tables, panels = [], []
+    tables = []
     for ranks, result in results.items():
         for size, ways in result.items():
             rows = []
             for way, times in ways.items():
                 ms, copies = ([of[act]["median"] * 1e3 for act in _ACTS] for of in (times, ways["memcpy"]))
-                best = [times[act]["best"] * 1e3 for act in _ACTS]
-                rows.append((way, *(cell for a, b in zip(ms, copies, strict=True) for cell in (a, a / b)), *best))
-            columns = ("carried by", "push, ms", "/ memcpy", "pull, ms", "/ memcpy", "best push", "best pull")
-            note = "Medians, and the best of all repetitions, which is less affected by other programs on the machine."
-            tables.append(ReportTable(f"{bytes_text(int(size))}, {ranks} ranks", columns, rows, note))
-        largest = {name: milliseconds(times) for name, times in ways.items()}
-        bars = {act: [ms[act] for ms in largest.values()] for act in _ACTS}
-        title = f"{bytes_text(int(size))}, {ranks} ranks"
-        panels.append(Panel(title, "milliseconds", bars, list(largest), log=True))
-    return Report("Pushing to and pulling from a server", tables, panels=[panels])
+                rows.append((way, *(cell for a, b in zip(ms, copies, strict=True) for cell in (a, a / b))))
+            columns = ("carried by", "push, ms", "/ memcpy", "pull, ms", "/ memcpy")
+            tables.append(ReportTable(f"{bytes_text(int(size))}, {ranks} ranks", columns, rows, "Medians."))
+    return Report("Pushing to and pulling from a server", tables)

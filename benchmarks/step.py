@@ -1,15 +1,15 @@
-"""A training step by DDP and ZeRO-1, 2, 3: ours against torch DDP, FSDP2 and DeepSpeed.
+"""A training step by DDP and ZeRO-0, 1, 2, 3, beside torch DDP and FSDP2.
 
 A measurement is one training step: the gradients of this rank's batch, their reduction, and the update. Drawing the
 batch is not timed. All contenders train the same GPT (about 20 M parameters, fp32) from the same weights on the same
 tokens with torch's fused AdamW, in turns in the same processes. If their losses differ, the benchmark fails.
 
-    one process         every rank trains the whole model alone, all ranks at once: equal work without communication
-    DDP, ZeRO-1, 2, 3   mpitrain; the ranks of a node share one copy of the parameters
-    ZeRO-3 gathered     mpitrain without that copy: the parameters of each unit are gathered when it computes
-    torch DDP           over gloo, with gradients as views of the buckets
-    FSDP2               `fully_shard` on each block and on the model, over gloo
-    DeepSpeed           ZeRO-1, 2, 3 over gloo, if it is installed (extra `peers`)
+    one process              every rank trains the whole model alone, all ranks at once: equal work, no communication
+    ZeRO-0, 1, 2, 3          mpitrain's engine; the ranks of a node share one copy of the parameters
+    ZeRO-3 gathered          the same without that copy: the parameters of each unit are gathered when it computes
+    DistributedDataParallel  `mpitrain.DistributedDataParallel` in a loop of its own
+    torch DDP                over gloo, with gradients as views of the buckets
+    FSDP2                    `fully_shard` on each block and on the model, over gloo
 
 There are two batches: one sample of 128 tokens per rank, where communication and update matter most, and four samples.
 All data of a step is in main memory when its turn comes, because the other contenders have moved hundreds of megabytes
@@ -18,13 +18,13 @@ through the caches.
 mpitrain computes the norm of the gradients in each step, to skip an update that is not finite; torch's contenders do
 not.
 
-Memory is measured before time, for each contender alone, while its model is created and takes a few steps. `--width`
-makes the GPT larger or smaller; time and memory grow with the number of parameters.
+`--width` makes the GPT larger or smaller. All contenders are in memory at the same time; where that is too much, choose
+some with `--only`. Their memory is measured by the benchmark `strategies`.
 
 `--device` measures a step in bf16 on a device, in tokens per second:
 
     one process         plain torch with autocast to bf16; every rank trains the whole model alone, all ranks at once
-    DDP, ZeRO-1, 3      mpitrain in bf16, with an fp32 copy of the parameters in the optimizer
+    ZeRO-0, 1, 3        mpitrain in bf16, with an fp32 copy of the parameters in the optimizer
     torch DDP           autocast to bf16; over the vendor's library if each rank has its own device, else over
                         mpitrain's backend for torch.distributed
 
@@ -42,38 +42,45 @@ Reference:
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.runner.jobs import BenchmarkParser, asked_for_device, run, timed
-from benchmarks.runner.peers import SINGLE, Shape, Trainee, batches, contender, contenders, gloo, mean_losses, on_device
-from benchmarks.runner.report import MIB, Cell, Panel, Report, ReportTable, ReportTarget, ratio, target_of
-from benchmarks.runner.training_runs import LARGE, PIECE, PeakMemory, allocate, trim
+from benchmarks.runner.peers import (
+    OUR_DDP,
+    OURS,
+    SINGLE,
+    Shape,
+    Trainee,
+    batches,
+    contender,
+    contenders,
+    gloo,
+    mean_losses,
+    on_device,
+)
+from benchmarks.runner.report import Panel, Report, ReportTable, ReportTarget, ratio, target_of
+from benchmarks.runner.training_runs import trim
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as hardware
 from mpitrain.errors import InputError
 from mpitrain.speeds.timing import Contender
-from mpitrain.storage import proc
 
-HEAVY, LIGHT = "communication-heavy", "compute-heavy"  # names of the two batches
-_CATEGORIES = ("parameters", "gradients", "states", "activations", "buffers", "padding")
-# peers whose memory each of our contenders is compared with
-_COUNTERPARTS = {
-    "DDP": ("torch DDP",),
-    "ZeRO-1": ("torch DDP", "DeepSpeed ZeRO-1"),
-    "ZeRO-2": ("torch DDP", "DeepSpeed ZeRO-2"),
-    "ZeRO-3": ("FSDP2", "DeepSpeed ZeRO-3"),
-    "ZeRO-3 gathered": ("FSDP2", "DeepSpeed ZeRO-3"),
+# targets for the communication-heavy batch: most of the time of one process, and least speed relative to a peer
+_MOST = {"ZeRO-1": 1.06, "ZeRO-0": 1.2, OUR_DDP: 1.2, "ZeRO-2": 1.06, "ZeRO-3": 1.06, "ZeRO-3 gathered": 1.1}
+_LEAST = {
+    ("torch DDP", "ZeRO-0"): 1.3,
+    ("torch DDP", "ZeRO-1"): 1.3,
+    ("torch DDP", OUR_DDP): 1.3,
+    ("FSDP2", "ZeRO-3"): 3.0,
 }
-
+HEAVY, LIGHT = "communication-heavy", "compute-heavy"  # names of the two batches
 Result = dict[str, Any]  # result of `measure` at one rank count
 Stats = dict[str, dict[str, Any]]  # measured values by contender, for one model size and batch
 
@@ -89,9 +96,7 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
         return report_on_device(results)
     tables = []
     for ranks, numel, batch, stats in _each(results):
-        tables += [_times(ranks, numel, batch, stats), _memory_table(ranks, numel, batch, stats)]
-        if batch == HEAVY:
-            tables.append(_accounts(ranks, numel, stats))
+        tables.append(_times(ranks, numel, batch, stats))
     targets = [t for ranks, _, batch, stats in _each(results) if batch == HEAVY for t in _targets(ranks, stats)]
     return Report(
         "A training step", tables, targets, [_panels(ranks, b, stats) for ranks, _, b, stats in _each(results)]
@@ -112,110 +117,43 @@ def _each(results: dict[int, Result]) -> list[tuple[int, int, str, Stats]]:
 
 
 def _targets(ranks: int, stats: Stats) -> list[ReportTarget]:
-    """Return the targets for the communication-heavy batch, which are meant for 2 ranks on 2 cores."""
+    """Return the targets for the communication-heavy batch; `_MOST` and `_LEAST` are meant for 2 ranks on 2 cores."""
     targets = []
-    for name, most in (("ZeRO-1", 1.0), ("ZeRO-2", 1.0), ("ZeRO-3", 1.1), ("DDP", 1.1)):
+    for name, most in _MOST.items():
         what = f"{ranks} ranks: step time, {name} / one process"
         targets.append(target_of(what, stats.get(name, {}).get("relative"), most=most))
-    pairs = [("torch DDP", name, 1.3) for name in ("DDP", "ZeRO-1", "ZeRO-2")]
-    for theirs, ours, least in (*pairs, ("FSDP2", "ZeRO-3", 3.0), ("DeepSpeed ZeRO-3", "ZeRO-3", 3.0)):
-        timed = all("median" in stats.get(name, {}) for name in (theirs, ours))
-        faster, absent = ratio(stats, theirs, ours) if timed else None, stats.get(theirs, {}).get("why", "not measured")
-        targets.append(target_of(f"{ranks} ranks: step time, {theirs} / {ours}", faster, least=least, absent=absent))
-    for name, others in _COUNTERPARTS.items():
-        targets += [_memory_ratio(ranks, stats, name, peer, where) for peer in others for where in ("rank", "node")]
+    for (theirs, ours), least in _LEAST.items():
+        faster = ratio(stats, theirs, ours) if {theirs, ours} <= set(stats) else None
+        targets.append(target_of(f"{ranks} ranks: step time, {theirs} / {ours}", faster, least=least))
     return targets
-
-
-def _memory_ratio(ranks: int, stats: Stats, ours: str, theirs: str, where: str) -> ReportTarget:
-    what, absent = f"{ranks} ranks: memory per {where}, {ours} / {theirs}", stats.get(theirs, {}).get("why")
-    mine, other = (stats.get(name, {}).get("memory") for name in (ours, theirs))
-    if not mine or not other:
-        return target_of(what, None, most=1, absent=absent or "not measured")
-    share = mine[where] / other[where]
-    text = f"{share:.2f} ({mine[where] / MIB:.0f} of {other[where] / MIB:.0f} MiB)"
-    return target_of(what, share, most=1, text=text)
 
 
 # -- tables ------------------------------------------------------------------------------------------------
 
 
-def _title(ranks: int, numel: int, batch: str) -> str:
-    return f"{ranks} ranks, {numel / 1e6:.1f} M parameters, {batch}"
-
-
-def _rows(stats: Stats, cells: Callable[[dict[str, Any]], Sequence[Cell] | None]) -> list[list[Cell]]:
-    """Return one row per contender.
-
-    Args:
-        stats: Measured values by contender.
-        cells: Function that returns the cells of a contender, or None if it has no values; the row then gives the
-            reason, and is left out if there is none.
-    """
-    rows: list[list[Cell]] = []
-    width = next((len(c) for values in stats.values() if (c := cells(values)) is not None), 0)
-    for name, values in stats.items():
-        row = cells(values)
-        if row is None and "why" in values:
-            rows.append([f"{name} ({values['why']})", *[None] * width])
-        elif row is not None:
-            rows.append([name, *row])
-    return rows
-
-
 def _times(ranks: int, numel: int, batch: str, stats: Stats) -> ReportTable:
-    def cells(values: dict[str, Any]) -> Sequence[Cell] | None:
-        if "median" not in values:
-            return None
-        ms = (values[key] * 1e3 for key in ("median", "best"))
-        return (*ms, values["relative"], values["waiting"] * 1e3, values["repeats"], f"{values['loss']:.4f}")
-
-    columns = ("contender", "step ms", "best ms", "/ one process", "not computing ms", "repetitions", "loss")
+    rows = [
+        [name, values["median"] * 1e3, values["relative"], values["waiting"] * 1e3] for name, values in stats.items()
+    ]
     note = (
         "Medians. Not computing: the step time minus that of one process, which computes the same and updates all "
-        "parameters; it is negative if updating only a share saves more time than communication takes. Loss: of the "
-        "last step; all contenders that communicate must agree."
+        "parameters; it is negative if updating only a share saves more time than communication takes."
     )
-    return ReportTable(f"Step time, {_title(ranks, numel, batch)}", columns, _rows(stats, cells), note)
-
-
-def _memory_table(ranks: int, numel: int, batch: str, stats: Stats) -> ReportTable:
-    def cells(values: dict[str, Any]) -> Sequence[Cell] | None:
-        peaks = values.get("memory")
-        return None if not peaks else [peaks[key] / MIB for key in ("rank", "node", "process")]
-
-    columns = ("contender", "rank, MiB", "node, MiB", "process of a rank, MiB")
-    note = (
-        "Peak proportional set size; shared memory counts once per node. The first two columns do not include the "
-        "memory of the process before the model was created."
-    )
-    return ReportTable(f"Memory, {_title(ranks, numel, batch)}", columns, _rows(stats, cells), note)
-
-
-def _accounts(ranks: int, numel: int, stats: Stats) -> ReportTable:
-    accounts = {name: values["account"] for name, values in stats.items() if values.get("account")}
-    rows = [[name, *(account[c] / MIB for c in _CATEGORIES)] for name, account in accounts.items()]
-    note = "MiB per rank reported by `engine.memory()`, which counts tensors; only for our contenders."
-    return ReportTable(f"Bytes by category, {_title(ranks, numel, HEAVY)}", ("contender", *_CATEGORIES), rows, note)
+    title = f"Step time, {ranks} ranks, {batch}, {numel / 1e6:.1f} M parameters"
+    return ReportTable(title, ("contender", "step ms", "/ one process", "not computing ms"), rows, note)
 
 
 # -- plots -------------------------------------------------------------------------------------------------
 
 
 def _panels(ranks: int, batch: str, stats: Stats) -> list[Panel]:
-    """Return plots of step time, time not computing, and peak memory; one process is grey, ours blue, peers orange."""
-    timed = {name: values for name, values in stats.items() if "median" in values}
-    seen = {name: values["memory"]["rank"] / MIB for name, values in stats.items() if values.get("memory")}
-
-    def panel(label: str, bars: dict[str, float], mark: float | None = None) -> Panel:
-        colours = ["tab:gray" if n == SINGLE else "tab:blue" if n in _COUNTERPARTS else "tab:orange" for n in bars]
-        return Panel(f"{ranks} ranks, {batch}", label, bars, colours=colours, mark=mark)
-
-    step, waiting = ({name: of[key] * 1e3 for name, of in timed.items()} for key in ("median", "waiting"))
+    """Return plots of step time and time not computing; one process is grey, ours blue, peers orange."""
+    colours = ["tab:gray" if n == SINGLE else "tab:blue" if n in (*OURS, OUR_DDP) else "tab:orange" for n in stats]
+    step, waiting = ({name: of[key] * 1e3 for name, of in stats.items()} for key in ("median", "waiting"))
+    title = f"{ranks} ranks, {batch}"
     return [
-        panel("step, ms", step, step[SINGLE]),
-        panel("not computing, ms", waiting),
-        panel("peak per rank, MiB", seen),
+        Panel(title, "step, ms", step, colours=colours, mark=step[SINGLE]),
+        Panel(title, "not computing, ms", waiting, colours=colours),
     ]
 
 
@@ -224,11 +162,9 @@ DEVICE_SHAPE = Shape(vocabulary=50304, layers=24, width=1024, tokens=1024)  # 35
 QUICK_SHAPE = Shape(vocabulary=256, layers=2, width=64, tokens=32)
 _AGREE = 2e-4  # largest relative difference of final losses, from another order of sums
 _AGREE_BF16 = 0.03  # largest relative difference of final losses in bf16 on a device
-_ON_DEVICE = (SINGLE, "DDP", "ZeRO-1", "ZeRO-3", "torch DDP")
+_ON_DEVICE = (SINGLE, "ZeRO-0", "ZeRO-1", "ZeRO-3", "torch DDP")
 _STEPS = 4  # per measurement on a device
 _PEAK = 0.4  # target: share of a device's peak
-_ROOM = 0.7  # largest share of the node's free memory to use
-_WATCHED = 4  # steps whose memory is measured; the first one allocates the optimizer states
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -238,7 +174,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def parser() -> BenchmarkParser:
     """Return the options of the benchmark."""
-    what = "Compare a training step of DDP and ZeRO-1, 2, 3 with torch and DeepSpeed."
+    what = "Compare a training step of DDP and ZeRO with torch DDP and FSDP2."
     options_parser = BenchmarkParser("step", what, "2", repeats=21, seconds=300.0, of="one batch, or one size")
     options_parser.names("only", contenders(), "only these contenders, and one process")
     options_parser.number("width", SHAPE.width, "model.width, on the CPU", quick=64)
@@ -248,7 +184,7 @@ def parser() -> BenchmarkParser:
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure step time and memory of all contenders, on the CPU or on a device. Collective.
+    """Measure the step time of all contenders, on the CPU or on a device. Collective.
 
     Args:
         world: Communicator of all ranks.
@@ -269,40 +205,23 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Measure all contenders with one batch. Collective.
-
-    If they do not fit into memory together, they run in groups. Each group contains one process, for comparison.
+    """Return the seconds and the loss of each contender with one batch. Collective.
 
     Args:
         world: Communicator of all ranks.
         shape: Sizes of the model.
         samples: Samples per rank.
         options: Options of the command.
-
-    Returns:
-        For each contender its seconds, loss and bytes by category, or {"why": reason that there are none}.
     """
-    every = contenders()
-    names = _selected(every, options)
-    results: dict[str, dict[str, Any]] = {name: {"why": why} for name, why in every.items() if isinstance(why, str)}
-    groups, too_large = _groups(world, [name for name in names if name not in results], shape)
-    results |= {name: {"why": "does not fit into memory"} for name in too_large}
     size = f"{shape.numel / 1e6:.1f} M parameters, {samples} x {shape.tokens} tokens"
-    runnable = dict.fromkeys(name for group in groups for name in group)
-    peaks = {name: _memory(world, name, shape, samples) for name in runnable}
-    each = argparse.Namespace(repeats=options.repeats, seconds=options.seconds / max(1, len(groups)))
-    for group in groups:
-        with _fits(world, shape, samples, group) as trainees:
-            turns = {name: Contender(t.step, t.prepare, single=True) for name, t in trainees.items()}
-            times = timed(world, size, turns, each)
-            losses = mean_losses(world, trainees, _AGREE)
-            for name, trainee in trainees.items():
-                took, alone = times[name], times[SINGLE].median
-                values: dict[str, Any] = {"median": took.median, "best": took.best, "repeats": len(took.all)}
-                values |= {"relative": took.median / alone, "waiting": took.median - alone, "loss": losses[name]}
-                values |= {"account": _largest(world, trainee), "memory": peaks.get(name)}
-                results.setdefault(name, values)
-    return {name: results[name] for name in names}
+    with created(world, shape, samples, _selected(contenders(), options)) as trainees:
+        times = timed(world, size, {n: Contender(t.step, t.prepare, single=True) for n, t in trainees.items()}, options)
+        losses = mean_losses(world, trainees, _AGREE)
+    results, alone = {}, times[SINGLE].median
+    for name, took in times.items():
+        values: dict[str, Any] = {"median": took.median, "best": took.best, "repeats": len(took.all)}
+        results[name] = values | {"relative": took.median / alone, "waiting": took.median - alone, "loss": losses[name]}
+    return results
 
 
 def _selected(names: Iterable[str], options: argparse.Namespace) -> list[str]:
@@ -310,89 +229,21 @@ def _selected(names: Iterable[str], options: argparse.Namespace) -> list[str]:
     return [name for name in names if name == SINGLE or not options.only or name in options.only]
 
 
-def _memory(world: Communicator, name: str, shape: Shape, samples: int) -> dict[str, int]:
-    """Measure the memory of one contender while no other one exists. Collective.
-
-    Returns:
-        Peak bytes, equal on every rank. "rank" and "node": bytes above those before the model was created, of the rank
-        and of the node with most; "process": bytes of the whole process of the rank with most.
-    """
-    first = contender(name, world, Shape(vocabulary=16, layers=1, width=64, tokens=8), 1)
-    first.step()  # loads the libraries that a step uses
-    first.close()
-    allocate(PIECE)
-    memory = PeakMemory(world)
-    with memory.making():
-        trainee = contender(name, world, shape, samples)
-    with memory.training():
-        for _ in range(_WATCHED):
-            trainee.prepare()
-            trainee.step()
-        world.barrier()
-    sizes = world.all_gather_object((world.node, memory.peak, memory.process()))
-    trainee.close()
-    allocate(LARGE)
-    nodes = [sum(taken for node, taken, _ in sizes if node == number) for number in range(world.num_nodes)]
-    return {"rank": max(taken for _, taken, _ in sizes), "node": max(nodes), "process": max(of for *_, of in sizes)}
-
-
-def _groups(world: Communicator, names: Sequence[str], shape: Shape) -> tuple[list[list[str]], list[str]]:
-    """Return (groups of contenders that fit into memory together, contenders that never fit). Collective."""
-    free = np.array([_available() * _ROOM / world.local_size])
-    world.all_reduce(free, "min")
-    alone = bytes_needed(SINGLE, shape.numel, world.size)
-    groups: list[list[str]] = []
-    too_large, used = [], math.inf
-    for name in names:
-        needed = bytes_needed(name, shape.numel, world.size)
-        if alone + (needed if name != SINGLE else 0) > free[0]:
-            too_large.append(name)
-        elif name != SINGLE:
-            if used + needed > free[0]:
-                groups.append([SINGLE])
-                used = alone
-            groups[-1].append(name)
-            used += needed
-    return groups or ([] if SINGLE in too_large else [[SINGLE]]), too_large
-
-
-def bytes_needed(name: str, numel: int, ranks: int) -> float:
-    """Return an estimate of the bytes of a contender on each rank: fp32 parameters, gradients, moments and buffers.
+@contextmanager
+def created(world: Communicator, shape: Shape, samples: int, names: Sequence[str]) -> Iterator[dict[str, Trainee]]:
+    """Create contenders, yield them by name, and free their memory at the end. Collective.
 
     Args:
-        name: Name of the contender.
-        numel: Number of parameters.
-        ranks: Number of ranks.
+        world: Communicator of all ranks.
+        shape: Sizes of the model.
+        samples: Samples per rank.
+        names: Names of the contenders.
     """
-    whole = 16.0 * numel
-    if name == SINGLE or "DDP" in name:
-        return whole + 4.0 * numel  # torch's buckets, or gradients being reduced
-    return whole / ranks + 12.0 * numel  # parameters, gradients and buckets that are not sharded
-
-
-def _available() -> float:
-    """Return the available memory of this node in bytes, MemAvailable of proc(5)."""
-    return float(proc.nbytes_of("meminfo", "MemAvailable") or math.inf)
-
-
-@contextmanager
-def _fits(world: Communicator, shape: Shape, samples: int, names: Sequence[str]) -> Iterator[dict[str, Trainee]]:
-    """Create contenders, yield them by name, and free their memory at the end. Collective."""
     trainees = {name: contender(name, world, shape, samples) for name in names}
     yield trainees
     for trainee in trainees.values():
         trainee.close()
-    trim()  # before the next group is created
-
-
-def _largest(world: Communicator, trainee: Trainee) -> dict[str, int] | None:
-    """Return the bytes by category, each the maximum over the ranks; None if the peer does not count. Collective."""
-    if trainee.account is None:
-        return None
-    values = trainee.account()
-    most = np.array(list(values.values()), dtype=np.int64)
-    world.all_reduce(most, "max")
-    return dict(zip(values, most.tolist(), strict=True))
+    trim()  # before the next batch
 
 
 # -- on a device -------------------------------------------------------------------------------------------
@@ -465,8 +316,8 @@ def report_on_device(results: dict[int, Result]) -> Report:
     """Return the report on a device, with tables and targets; `results` are by number of ranks."""
     targets = [
         target_of(
-            f"{ranks} rank(s): DDP in bf16, share of the peak of matrix products",
-            result["found"].get("DDP", {}).get("share"),
+            f"{ranks} rank(s): ZeRO-0 in bf16, share of the peak of matrix products",
+            result["found"].get("ZeRO-0", {}).get("share"),
             least=_PEAK,
             percent=True,
             absent="the peak speed of this device is not known",

@@ -1,4 +1,4 @@
-"""One model by every strategy: DDP, ZeRO, offload, recompute, pipeline, tensor, their mixes; and torch and DeepSpeed.
+"""One model by every strategy: DDP, ZeRO, offload, recompute, pipeline, tensor, their mixes; and torch.
 
 Each strategy trains the same GPT from the same weights on the same batches. The strategies take turns in the same
 processes, for several rounds. If their losses differ, the benchmark fails.
@@ -10,7 +10,7 @@ processes, for several rounds. If their losses differ, the benchmark fails.
     ZeRO-2, states on the host   `parallel.offload host`; without effect on the CPU
     DDP, ZeRO-3, recompute       activations of blocks are recomputed in the backward pass
     pipeline, tensor             stages, or layers, divided over ranks; also combined with data parallelism
-    torch DDP, FSDP2, DeepSpeed  over gloo; DeepSpeed only if it is installed (extra `peers`)
+    torch DDP, FSDP2             over gloo
 
 The report shows for each strategy the measured time of a step and the measured memory of a rank, its memory by category
 as counted from the tensors (maximum over the ranks), and the bytes that a rank sends per step. `--layers`, `--width`,
@@ -32,7 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.runner.jobs import BenchmarkParser, gpt, run
 from benchmarks.runner.peers import MakePeer, gloo, peers, require_equal
-from benchmarks.runner.report import MIB, Cell, Panel, Report, ReportTable
+from benchmarks.runner.report import MIB, Cell, Panel, Report, ReportTable, ReportTarget, target_of
 from benchmarks.runner.training_runs import KINDS, TrainerRun, TrainingRun, Values, measured_runs, merged, step_seconds
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
@@ -47,7 +47,9 @@ SECONDS = 5.0  # most of one measurement
 DDP = "DDP"  # the strategy that the others are compared with
 _AGREE = 2e-4  # largest relative difference of losses, from another order of sums
 _BATCH = 4  # samples for each rank
-_PEERS = ("torch", "FSDP2", "DeepSpeed")  # prefixes of the peers' names
+# our strategy, and the peer that must not need less memory
+_COUNTERPARTS = {DDP: "torch DDP", "ZeRO-1": "torch DDP", "ZeRO-2": "torch DDP", "ZeRO-3": "FSDP2"}
+_COUNTERPARTS |= {"ZeRO-3 gathered": "FSDP2"}
 
 Stats = dict[str, dict[str, Any]]  # measured values by strategy
 
@@ -55,9 +57,7 @@ Stats = dict[str, dict[str, Any]]  # measured values by strategy
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
     few = "strategies divide work between ranks"
-    parser = BenchmarkParser(
-        "strategies", "Train one model with every strategy, and with torch and DeepSpeed.", "4", too_few=few
-    )
+    parser = BenchmarkParser("strategies", "Train one model with every strategy, and with torch.", "4", too_few=few)
     parser.model()
     parser.add("batch", type=int, metavar="N", help=f"train.batch [{_BATCH} per rank]")
     parser.number("rounds", 3, "measurements of each strategy", quick=1)
@@ -79,16 +79,14 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     base = _base(world, options)
     ours, theirs = strategies(world.size, base["model"]), peers()
     names = _selected(options, [*ours, *theirs])
-    makes: dict[str, Callable[[], TrainingRun] | str] = {
+    makes: dict[str, Callable[[], TrainingRun]] = {
         **{name: partial(TrainerRun, world, merged(base, values)) for name, values in ours.items()},
-        **{name: m if isinstance(m, str) else partial(PeerRun, world, base, m) for name, m in theirs.items()},
+        **{name: partial(PeerRun, world, base, make) for name, make in theirs.items()},
     }
-    makes = {name: make for name, make in makes.items() if name in names}
-    runs = {name: make for name, make in makes.items() if not isinstance(make, str)}
+    runs = {name: make for name, make in makes.items() if name in names}
     with gloo(world):
         results = measured_runs(world, runs, options.rounds, options.steps, 2.0 if options.quick else SECONDS)
     require_equal({name: of["losses"] for name, of in results.items()}, _AGREE)
-    results |= {name: {"why": make} for name, make in makes.items() if isinstance(make, str)}
     return {"nodes": world.num_nodes, "model": base["model"], "batch": base["train"]["batch"], "found": results}
 
 
@@ -189,7 +187,7 @@ class PeerRun:
         def optimizer(module: nn.Module) -> torch.optim.Optimizer:
             return make_optimizer(config.optim, module.named_parameters())
 
-        self._peer = self._make(task.module, task.loss, optimizer, world, config.train.batch // world.size)
+        self._peer = self._make(task.module, task.loss, optimizer)
 
     def step(self) -> float:
         """Take the next step, with its batch, and return the mean loss over the global batch. Collective."""
@@ -207,19 +205,17 @@ class PeerRun:
         return float(mean_loss) / self.world.size
 
     def account(self) -> dict[str, float]:
-        """Return the bytes on this rank by category; 0 for memory that the peer hides, as DeepSpeed hides all."""
-        tensors_of: dict[str, Iterable[Any]] = {}
-        if not self._peer.hides:
-            parameters = list(self._peer.model.parameters())
-            states = (value for of in self._peer.optimizer.state.values() for value in of.values())
-            tensors_of = {"parameters": parameters, "gradients": (p.grad for p in parameters), "states": states}
+        """Return the bytes on this rank by category; buffers are not counted."""
+        parameters = list(self._peer.model.parameters())
+        states = (value for of in self._peer.optimizer.state.values() for value in of.values())
+        tensors_of: dict[str, Iterable[Any]] = {"parameters": parameters, "states": states}
+        tensors_of["gradients"] = (p.grad for p in parameters)
         counted = {kind: _bytes(tensors) for kind, tensors in tensors_of.items()}
         return dict.fromkeys(KINDS, 0.0) | counted | {"activations": float(self._activations)}
 
     def close(self) -> None:
         """Free the model, the optimizer and the data. Collective."""
         self._batches.close()
-        self._peer.release()
         self.__dict__.clear()
         gc.collect()  # wrappers and hooks refer to each other
 
@@ -238,14 +234,24 @@ def _bytes(tensors: Iterable[Any]) -> float:
 
 
 def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> Report:
-    """Return the report with tables and plots.
+    """Return the report with tables, targets and plots.
 
     Args:
         results: Results of `measure`, by number of ranks.
         options: Options of the command.
     """
-    tables = [table for ranks, result in results.items() for table in _tables(ranks, result)]
-    return Report("One model by every strategy", tables, panels=[_panels(*each) for each in results.items()])
+    tables = [_table(*each) for each in results.items()]
+    targets = [target for ranks, result in results.items() for target in _targets(ranks, result["found"])]
+    return Report("One model by every strategy", tables, targets, [_panels(*each) for each in results.items()])
+
+
+def _targets(ranks: int, results: Stats) -> list[ReportTarget]:
+    """Return the targets for the memory of our strategies beside that of peers."""
+    targets = []
+    for ours, theirs in _COUNTERPARTS.items():
+        share = results[ours]["memory"] / results[theirs]["memory"] if {ours, theirs} <= set(results) else None
+        targets.append(target_of(f"{ranks} ranks: peak memory of a rank, {ours} / {theirs}", share, most=1))
+    return targets
 
 
 def sent(of: dict[str, Any]) -> tuple[float | None, float | None]:
@@ -260,16 +266,13 @@ def sent(of: dict[str, Any]) -> tuple[float | None, float | None]:
     return counted["loopback"], None if counted["loopback"] is None else 0.0
 
 
-def _tables(ranks: int, result: dict[str, Any]) -> list[ReportTable]:
+def _table(ranks: int, result: dict[str, Any]) -> ReportTable:
     results: Stats = result["found"]
     model = ", ".join(f"{key} {value}" for key, value in result["model"].items() if key != "name")
     title = f"{ranks} ranks on {result['nodes']} node(s): GPT of {model}; batch {result['batch']}"
     base = step_seconds(results[DDP])
     rows: list[list[Cell]] = []
     for name, of in results.items():
-        if "why" in of:
-            rows.append([f"{name} ({of['why']})", *[None] * (len(KINDS) + 6)])
-            continue
         kinds = [of["largest"][kind] / MIB or None for kind in KINDS]
         through = [None if nbytes is None else nbytes / 1e6 for nbytes in sent(of)]
         step = step_seconds(of)
@@ -281,22 +284,14 @@ def _tables(ranks: int, result: dict[str, Any]) -> list[ReportTable]:
         "a rank and step, to ranks of its node (or out of their memory) and to other nodes; of peers what went through "
         "the loopback interface, with TCP's headers. Loss: of the third step."
     )
-    operations: list[list[Cell]] = [
-        [name, operation, axis, algorithm, calls, inside / 1e6, between / 1e6]
-        for name, of in results.items()
-        if "why" not in of
-        for operation, axis, algorithm, calls, inside, between in of["sent"]["rows"]
-    ]
-    heads = ("strategy", "operation", "axis", "algorithm", "calls per step", "MB inside", "MB between")
-    sent_title = f"Traffic of rank 0 per step, {ranks} ranks"
-    return [ReportTable(title, columns, rows, note), ReportTable(sent_title, heads, operations)]
+    return ReportTable(title, columns, rows, note)
 
 
 def _panels(ranks: int, result: dict[str, Any]) -> list[Panel]:
     """Return plots of the time of a step, of memory by category, and of bytes sent."""
-    results = {name: of for name, of in result["found"].items() if "why" not in of}
+    results = result["found"]
     times = {name: step_seconds(of) * 1e3 for name, of in results.items()}
-    colours = ["tab:orange" if name.startswith(_PEERS) else "tab:blue" for name in results]
+    colours = ["tab:orange" if name in _COUNTERPARTS.values() else "tab:blue" for name in results]
     memory = {kind: [of["largest"][kind] / MIB for of in results.values()] for kind in KINDS}
     tiers = zip(*([(nbytes or 0.0) / 1e6 for nbytes in sent(of)] for of in results.values()), strict=True)
     through = dict(zip(("inside a node", "between nodes"), map(list, tiers), strict=True))

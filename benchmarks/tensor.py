@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from benchmarks.runner.jobs import BenchmarkParser, run, summaries, timed
 from benchmarks.runner.peers import gloo
-from benchmarks.runner.report import Panel, Report, ReportTable, milliseconds, target_of
+from benchmarks.runner.report import Report, ReportTable, milliseconds, target_of
 from mpitrain.comm import Communicator
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.layout.boxes import split
@@ -162,13 +162,13 @@ def _compare(name: str, result: Sequence[torch.Tensor], expected: Sequence[torch
 
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
-    """Return the report with tables, targets and plots.
+    """Return the report with tables and targets.
 
     Args:
         results: Results of `measure`, by number of ranks.
         options: Options of the command.
     """
-    tables, targets, panels = [], [], []
+    tables, targets = [], []
     for ranks, result in results.items():
         rows = []
         for shape, times in result.items():
@@ -182,6 +182,4 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
         what = f"{ranks} ranks: speed relative to torch"
         targets.append(target_of(f"{what}, geometric mean", geometric_mean(ratios), least=TARGET, where=" times"))
         targets.append(target_of(f"{what}, worst shape", min(ratios), least=1, where=" times"))
-        bars = {name: [times[name]["median"] * 1e3 for times in result.values()] for name in CONTENDERS}
-        panels.append(Panel(f"{ranks} ranks", "milliseconds, forward and backward", bars, list(result), log=True))
-    return Report("Tensor parallelism", tables, targets, [panels])
+    return Report("Tensor parallelism", tables, targets)

@@ -24,9 +24,9 @@ NoDecay = Literal["vectors", "embeddings", "nothing"]  # trainer.optimizing
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]  # pipe.schedule
 Mode = Literal["sync", "server", "local"]  # trainer.trainer
 Outer = Literal["average", "nesterov"]  # loose.averaging
-AllReduce = Literal["mpi", "ring", "tree", "halving", "shared", "two_level"]  # comm.collectives
+AllReduce = Literal["mpi", "ring", "tree", "halving", "shared", "staged", "two_level"]  # comm.collectives
 DeviceWay = Literal["mpi", "staged", "peer", "nccl"]  # comm.collectives.transports
-Compression = Literal["fp16", "bf16", "topk", "powersgd"]  # comm.compression
+Compression = Literal["fp16", "bf16", "int8", "int4", "topk", "powersgd"]  # comm.compression
 
 
 # built-in metrics of held-out samples; users may add their own: models.metrics

@@ -47,7 +47,8 @@ from mpitrain.comm.job import launcher
 from mpitrain.comm.job.mpi import MPI4PY
 from mpitrain.comm.job.topology import cores_of, groups_sharing_cores, library_name, siblings
 from mpitrain.comm.memory import device as hardware
-from mpitrain.comm.selection import Setting, describe_rules
+from mpitrain.comm.selection import Setting
+from mpitrain.comm.tuning import describe_rules
 from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, echo
 from mpitrain.monitor.memory import node_memory_bytes

@@ -29,7 +29,7 @@ from mpitrain.checkpoint.__main__ import main as checkpoint
 from mpitrain.checkpoint.contents import damaged_places, load_tensor
 from mpitrain.checkpoint.convert import os_errors, read_tensors
 from mpitrain.checkpoint.manifest import read_manifest as read_checkpoint
-from mpitrain.comm.selection import Tuning
+from mpitrain.comm.tuning import Tuning
 from mpitrain.config import deepspeed
 from mpitrain.config.settings import Config
 from mpitrain.data.dataset import open_dataset

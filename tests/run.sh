@@ -119,7 +119,8 @@ if [ -n "$serial" ] || [ -n "$long" ]; then
     elif [ -z "$long" ]; then
         in_two_halves tests/{backend,benchmarks,checkpoint,comm,commands,data,inference,models} || failed=1
     else # some ask how fast a job recovers or trains, or have daemons that must not be silent for seconds
-        alone=(tests/cluster/test_{dead_workers,link,local_mode,planned_hosts,shrink,slurm,slurm_backend}.py
+        alone=(tests/benchmarks/test_bench_guard.py # compares speeds
+            tests/cluster/test_{dead_workers,link,local_mode,planned_hosts,shrink,slurm,slurm_backend}.py
             tests/planner/test_plan_command.py) # the last loads the machine
         in_two_halves tests/cluster/test_{kill_campaign,local_disks,several_nodes}.py \
             tests/{docs,jobs} || failed=1

@@ -14,7 +14,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runner.report import Report, facts, write
+from benchmarks.runner.report import Report, facts, values_of, write
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as hardware
 from mpitrain.errors import InputError
@@ -164,8 +164,8 @@ def run(parser: BenchmarkParser, measure: Measure, report: MakeReport, arguments
     def keep(parts: dict[int, Any]) -> None:
         results = {ranks: each["result"] for ranks, each in parts.items()}
         header = {ranks: each["facts"] for ranks, each in parts.items()}
-        written = write(name, report(results, options), header, results, options.out, options.quick)
-        print("written: " + ", ".join(map(str, written)))
+        values = values_of(name, report(results, options), header, options.quick)
+        print("written: " + ", ".join(map(str, write(values, results, options.out))))
 
     return self_start.run_measurement(["-m", "benchmarks", name, *arguments], options, name, part, keep)
 

@@ -1,17 +1,16 @@
-"""Peers of mpitrain: torch.distributed in the same processes, plain MPI, and training by torch and DeepSpeed."""
+"""Peers of mpitrain: torch.distributed in the same processes, plain MPI, and training by torch."""
 
 from __future__ import annotations
 
 import fcntl
 import gc
-import importlib.util
 import os
 import socket
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from mpitrain.comm.runtime.agreement import Call
 from mpitrain.config.settings import Config
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.models.gpt import GPT
+from mpitrain.shard.ddp import DistributedDataParallel
 from mpitrain.trainer.engine import Engine
 
 _PATIENCE = timedelta(seconds=300)
@@ -187,16 +187,12 @@ class PeerTraining:
         optimizer: Optimizer of the model.
         gradients: Function (x, y) that computes the gradients and returns this rank's loss.
         update: Function that updates the parameters.
-        release: Function that shuts the peer down before its memory is freed.
-        hides: True if parameters and gradients are in internal buffers of the peer.
     """
 
     model: Any
     optimizer: torch.optim.Optimizer
     gradients: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     update: Callable[[], object]
-    release: Callable[[], object] = lambda: None
-    hides: bool = False
 
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -204,20 +200,14 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 MakePeer = Callable[..., PeerTraining]  # has the arguments of `torch_training`
 
 
-def peers() -> dict[str, MakePeer | str]:
-    """Return all peers by name: a function that starts the training, or the reason why the peer cannot run here.
+def peers() -> dict[str, MakePeer]:
+    """Return all peers by name: functions that start the training on torch.distributed's default group.
 
-    The function has the arguments (module, loss, make_optimizer, world, samples per rank), and trains on
-    torch.distributed's default group.
+    The functions have the arguments (module, loss, make_optimizer).
     """
-    missing = importlib.util.find_spec("deepspeed") is None
     return {
         "torch DDP": partial(torch_training, wrap=ddp),
         "FSDP2": partial(torch_training, wrap=lambda model: fully_sharded(model, dist.group.WORLD)),
-        **{
-            f"DeepSpeed ZeRO-{stage}": "not installed" if missing else partial(_deepspeed_training, stage=stage)
-            for stage in (1, 2, 3)
-        },
     }
 
 
@@ -235,7 +225,7 @@ def torch_training(
     module: nn.Module,
     loss: Loss,
     make_optimizer: MakeOptimizer,
-    *_: Any,
+    *,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> PeerTraining:
@@ -245,7 +235,6 @@ def torch_training(
         module: Module to train.
         loss: Function (output, y) that returns the loss.
         make_optimizer: Function that creates the optimizer of the wrapped module.
-        _: World and samples per rank, used by other peers only.
         wrap: Function that wraps the module; by default, it is not wrapped, and every rank trains alone.
         precision: Function that returns a context for the forward pass, such as autocast.
     """
@@ -260,41 +249,6 @@ def torch_training(
         return value.detach()
 
     return PeerTraining(model, optimizer, gradients, optimizer.step)
-
-
-def _deepspeed_training(
-    module: nn.Module, loss: Loss, make_optimizer: MakeOptimizer, world: Communicator, samples: int, *, stage: int
-) -> PeerTraining:
-    """Return the training of a module by DeepSpeed on CPUs and the existing gloo group, without its log messages.
-
-    DeepSpeed sets the gradients to zero in its step.
-    """
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # DeepSpeed requires the launcher's number, which need not follow the order of ranks
-    os.environ.setdefault("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", str(world.local_rank)))
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    import deepspeed
-
-    deepspeed.utils.logger.setLevel("ERROR")
-    optimizer = make_optimizer(module)
-    config = {
-        "train_micro_batch_size_per_gpu": samples,
-        "zero_optimization": {"stage": stage},
-        "gradient_clipping": 0.0,  # the default is 1, but no other contender clips
-        "zero_allow_untested_optimizer": True,  # DeepSpeed knows only its own AdamW
-        "steps_per_print": 1 << 40,
-    }
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
-    # DeepSpeed took a step without gradients to allocate the states; bias correction would count it
-    for state in optimizer.state.values():
-        state["step"].zero_()
-
-    def gradients(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        value = loss(engine(x), y)
-        engine.backward(value)
-        return value.detach()
-
-    return PeerTraining(engine, optimizer, gradients, engine.step, engine.destroy, hides=True)
 
 
 def require_equal(losses: Mapping[str, Sequence[float]], tolerance: float) -> None:
@@ -377,7 +331,6 @@ class Trainee:
             all ranks.
         update: Function that updates the parameters.
         release: Function that shuts the contender down before its memory is freed.
-        account: Function that returns bytes by category; None if the contender does not count them.
         loss: This rank's part of the loss in the last step; None before the first one.
     """
 
@@ -385,7 +338,6 @@ class Trainee:
     forward_backward: Callable[[torch.Tensor, torch.Tensor], Any]
     update: Callable[[], object]
     release: Callable[[], object] = lambda: None
-    account: Callable[[], dict[str, int]] | None = None
     loss: Any = None
 
     def __post_init__(self) -> None:
@@ -409,18 +361,23 @@ class Trainee:
 
 # function (world, shape, batches, samples per rank, device); device None: fp32 on the CPU, else bf16 on that device
 Build = Callable[[Communicator, Shape, Iterator[Batch], int, torch.device | None], Trainee]
-_OURS: dict[str, dict[str, Any]] = {
-    "DDP": {"zero": 0},
-    **{f"ZeRO-{stage}": {"zero": stage} for stage in (1, 2, 3)},
+OURS: dict[str, dict[str, Any]] = {  # sections [parallel] of our engine
+    **{f"ZeRO-{stage}": {"zero": stage} for stage in (0, 1, 2, 3)},
     "ZeRO-3 gathered": {"zero": 3, "share_node": False},
 }
+OUR_DDP = "DistributedDataParallel"
 
 
-def contenders() -> dict[str, Build | str]:
-    """Return all contenders by name: a function that creates one, or the reason why it cannot run here."""
-    builds: dict[str, Build | str] = {SINGLE: partial(_theirs, make=torch_training)}
-    builds |= {name: partial(_ours, parallel=parallel) for name, parallel in _OURS.items()}
-    return builds | {name: m if isinstance(m, str) else partial(_theirs, make=m) for name, m in peers().items()}
+def contenders() -> dict[str, Build]:
+    """Return all contenders by name: functions that create one."""
+    wrapped: dict[str, MakePeer] = {
+        SINGLE: torch_training,
+        OUR_DDP: partial(torch_training, wrap=DistributedDataParallel),
+        **peers(),
+    }
+    builds = {name: partial(_wrapped, make=make) for name, make in wrapped.items()}
+    engines = {name: partial(_engine, parallel=parallel) for name, parallel in OURS.items()}
+    return {SINGLE: builds.pop(SINGLE), **engines, **builds}
 
 
 def contender(
@@ -441,9 +398,7 @@ def contender(
         of: Batches of this rank; None: `batches` from the start.
         device: Device on which to train in bf16; None: the CPU, in fp32.
     """
-    build = contenders()[name]
-    assert not isinstance(build, str)
-    return build(world, shape, of or batches(shape, samples, world.rank), samples, device)
+    return contenders()[name](world, shape, of or batches(shape, samples, world.rank), samples, device)
 
 
 def mean_losses(world: Communicator, trainees: Mapping[str, Trainee], tolerance: float) -> dict[str, float]:
@@ -468,17 +423,17 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
 
 
-def _theirs(
+def _wrapped(
     world: Communicator, shape: Shape, of: Iterator[Batch], samples: int, device: torch.device | None, make: MakePeer
 ) -> Trainee:
     model, keywords = shape.build().to(device), dict[str, Any]()
     if device is not None:
         keywords["precision"] = partial(torch.autocast, device.type, torch.bfloat16)
-    peer = make(model, model.loss, _optimizer, world, samples, **keywords)
-    return Trainee(of, lambda x, y: peer.gradients(x, y) / world.size, peer.update, peer.release)
+    peer = make(model, model.loss, _optimizer, **keywords)
+    return Trainee(of, lambda x, y: peer.gradients(x, y) / world.size, peer.update)
 
 
-def _ours(
+def _engine(
     world: Communicator, shape: Shape, of: Iterator[Batch], samples: int, device: torch.device | None, parallel: Any
 ) -> Trainee:
     model, train = shape.build().to(device), {"clip": 0.0, "precision": "fp32" if device is None else "bf16"}
@@ -489,11 +444,7 @@ def _ours(
     def forward_backward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return engine.forward_backward([[(x, y)]], len(x) * world.size)[0]
 
-    def account() -> dict[str, int]:
-        values = asdict(engine.memory())
-        return {name: nbytes for name, nbytes in values.items() if name != "expected"}
-
-    return Trainee(of, forward_backward, engine.step, engine.close, account)
+    return Trainee(of, forward_backward, engine.step, engine.close)
 
 
 # -- interfaces of a network -------------------------------------------------------------------------------

@@ -6,8 +6,10 @@ import json
 import math
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,10 @@ from mpitrain.comm.job.topology import processor_name
 from mpitrain.storage.disk import replacing, write_whole
 
 MIB = 1 << 20
+CODE = ("mpitrain", "benchmarks", ":!benchmarks/results")  # paths of git that a measurement depends on
+ROOT = Path(__file__).resolve().parents[2]  # folder of the sources
+RESULTS = ROOT / "benchmarks/results"  # result files, from which docs/figures.py writes the figures of the pages
+Values = dict[str, Any]  # a report with its header, as JSON values; see `values_of`
 Cell = str | float | int | None  # None: not measured
 
 
@@ -218,87 +224,139 @@ def facts(world: Communicator) -> dict[str, Any]:
         "tuning": world.process.tuning.origin,
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "load": round(os.getloadavg()[0], 1),
+        **(sources() if world.rank == 0 else {}),
     }
 
 
-def write(
-    name: str, report: Report, header: dict[int, dict[str, Any]], results: Any, folder: Path, quick: bool
-) -> list[Path]:
-    """Write BENCH-<name>.json (header, targets, results), .md and .png, and print the targets.
+def sources() -> dict[str, Any]:
+    """Return the commit of the sources, "" if unknown, and if the code is "clean", that is, as in this commit."""
+    return {"commit": git("rev-parse", "--short=10", "HEAD"), "clean": not git("status", "--porcelain", "--", *CODE)}
+
+
+def git(*arguments: str) -> str:
+    """Return what git prints about the sources; "" if they are in no repository."""
+    with suppress(OSError):
+        return subprocess.run(
+            ["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    return ""
+
+
+def values_of(name: str, report: Report, header: Mapping[int, Mapping[str, Any]], quick: bool) -> Values:
+    """Return a report as JSON values, which `markdown` and `plot` read.
 
     Args:
         name: Name of the benchmark.
         report: Report of the benchmark.
         header: Result of `facts` for each number of ranks.
+        quick: True for a quick run, which judges no target.
+    """
+    if quick:
+        report = replace(report, targets=[replace(target, met=None) for target in report.targets])
+    return {"name": name, "quick": quick, "header": {str(ranks): of for ranks, of in header.items()}, **asdict(report)}
+
+
+def write(values: Values, results: Any, folder: Path) -> list[Path]:
+    """Write BENCH-<name>.json (values, results), .md and .png, and print the targets.
+
+    Args:
+        values: Values of the report, from `values_of`.
         results: Measured values for the JSON file.
         folder: Folder for the files; created if it does not exist.
-        quick: True for a quick run, which judges no target.
 
     Returns:
         Paths of the written files.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if quick:
-        report = replace(report, targets=[replace(target, met=None) for target in report.targets])
-    values = {
-        "name": name,
-        "quick": quick,
-        "header": header,
-        "targets": [asdict(target) for target in report.targets],
-        "results": results,
-    }
-    data, text = folder / f"BENCH-{name}.json", folder / f"BENCH-{name}.md"
-    write_whole(data, json.dumps(values, indent=1) + "\n")
-    write_whole(text, markdown(report, header, quick))
-    written = [data, text]
-    if report.panels:
-        picture = folder / f"BENCH-{name}.png"
-        if _plot(report.panels, picture):
-            written.append(picture)
-        else:
-            print("no plot, because matplotlib is not installed; run pip install matplotlib")
-    for target in report.targets:
-        if target.met is None:
-            continue
-        print(f"{verdict(target.met):7}  {target.what}: {target.measured} (target {target.wanted})")
+    data, text, picture = (folder / f"BENCH-{values['name']}.{kind}" for kind in ("json", "md", "png"))
+    write_whole(data, json.dumps(values | {"results": results}, indent=1, default=float) + "\n")
+    write_whole(text, markdown(values))
+    written = [data, text, *([picture] if plot(values, picture) else [])]
+    for target in values["targets"]:
+        if target["met"] is not None:
+            print(target_line(target))
     return written
 
 
-def markdown(report: Report, header: dict[int, dict[str, Any]], quick: bool) -> str:
-    """Return the report as Markdown.
+def keep(values: Values, options: Sequence[str]) -> None:
+    """Write the result file of a benchmark into `RESULTS`, without raw values, and with one line for each entry.
 
     Args:
-        report: Report of the benchmark.
-        header: Result of `facts` for each number of ranks.
-        quick: True for a quick run; the text then says so.
+        values: Content of the file BENCH-<name>.json.
+        options: Options of the benchmark that are not its defaults.
     """
-    first = next(iter(header.values()))
-    lines = [
-        f"# {report.title}",
-        "",
-        f"{first['machine']}, {first['cores']} cores, {first['nodes']} node(s); {first['MPI']}; torch "
-        f"{first['torch']}, {first['threads']} thread(s) per rank; Python {first['python']}; {first['date']}; "
-        f"ranks {', '.join(map(str, header))}; algorithms from the {first['tuning']} table; load at the start "
-        f"{first['load']}",
-    ]
-    if quick:
+    entries = {name: _shorter(value) for name, value in values.items() if name != "results"} | {"options": [*options]}
+    lines = ",\n".join(
+        f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in entries.items()
+    )
+    RESULTS.mkdir(exist_ok=True)
+    write_whole(RESULTS / f"{values['name']}.json", "{\n" + lines + "\n}\n")
+
+
+def read_results() -> dict[str, Values]:
+    """Return the result files in `RESULTS`, by name of the benchmark."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))}
+
+
+def _shorter(value: Any) -> Any:
+    """Return a JSON value whose numbers have at most five digits."""
+    if isinstance(value, dict):
+        return {name: _shorter(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_shorter(each) for each in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def target_line(target: Mapping[str, Any]) -> str:
+    """Return one line about a target: verdict, name, measured and required value."""
+    return f"{verdict(target['met']):12}  {target['what']}: {target['measured']} (target {target['wanted']})"
+
+
+def markdown(values: Values) -> str:
+    """Return the report as Markdown, from the result of `values_of`."""
+    lines = [f"# {values['title']}", "", caption(values)]
+    if values["quick"]:
         lines += ["", "**Quick run: it only shows that the benchmark works; the figures are not meaningful.**"]
-    if report.targets:
-        rows = [(t.what, t.wanted, t.measured, verdict(t.met)) for t in report.targets]
-        lines += ["", "## Targets", "", *_table(("figure", "target", "measured", "verdict"), rows)]
-    for table in report.tables:
-        lines += ["", f"## {table.title}", ""]
-        lines += [table.note, ""] if table.note else []
-        lines += _table(table.columns, table.rows)
+    if values["targets"]:
+        lines += ["", "## Targets", "", *targets_table(values)]
+    for table in values["tables"]:
+        lines += ["", f"## {table['title']}", "", *([table["note"], ""] if table["note"] else [])]
+        lines += table_lines(table["columns"], table["rows"])
     return "\n".join(lines) + "\n"
 
 
+def caption(values: Values) -> str:
+    """Return one paragraph about the machine, the software, the options and the commit of a report."""
+    first, options = next(iter(values["header"].values())), " ".join(values.get("options", ()))
+    return (
+        f"{first['machine']}, {first['cores']} cores, {first['nodes']} node(s); {first['MPI']}; "
+        f"torch {first['torch']}; {first['threads']} thread(s) per rank; "
+        f"Python {first['python']}; ranks {', '.join(values['header'])}; "
+        f"algorithms from the {first['tuning']} table; {first['date']}, load {first['load']} at the start; "
+        f"{measured_at(values)}" + (f"; options `{options}`" if options else "")
+    )
+
+
+def measured_at(values: Values) -> str:
+    """Return the commit at which a report was measured, as text."""
+    first = next(iter(values["header"].values()))
+    changed = "" if first["clean"] else " with changes that are not committed"
+    return f"measured at commit {first['commit'] or 'unknown'}{changed}"
+
+
+def targets_table(values: Values) -> list[str]:
+    """Return the lines of a table of all targets of a report."""
+    rows = [(t["what"], t["wanted"], t["measured"], verdict(t["met"])) for t in values["targets"]]
+    return table_lines(("figure", "target", "measured", "verdict"), rows)
+
+
 def verdict(met: bool | None) -> str:
-    """Return "met", "MISSED" or "unknown" for a target."""
-    return "unknown" if met is None else "met" if met else "MISSED"
+    """Return "met", "MISSED" or "not measured" for a target."""
+    return "not measured" if met is None else "met" if met else "MISSED"
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[str]:
+def table_lines(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[str]:
+    """Return the lines of a table in Markdown; columns of numbers are aligned to the right."""
     numeric = [all(not isinstance(row[i], str) for row in rows) for i in range(len(columns))]
     rule = ["---:" if right else "---" for right in numeric]
     return [f"| {' | '.join(cells)} |" for cells in (columns, rule, *([_cell(c) for c in row] for row in rows))]
@@ -312,10 +370,23 @@ def _cell(value: Cell) -> str:
     return str(value)
 
 
-def _plot(rows: Sequence[Sequence[Panel]], path: Path) -> bool:
+def plot(values: Values, path: Path) -> bool:
+    """Draw the plots of a report into a PNG file that names the commit.
+
+    Args:
+        values: Values of the report, from `values_of`.
+        path: File to write.
+
+    Returns:
+        True if the file was written; false if there are no plots, or matplotlib is not installed.
+    """
+    rows = [[Panel(**panel) for panel in panels] for panels in values["panels"]]
+    if not rows:
+        return False
     try:
         from matplotlib.figure import Figure
     except ImportError:
+        print("no plot, because matplotlib is not installed; run pip install matplotlib")
         return False
     wide = len(rows[0])
     longest = [max(len(panel.names or panel.bars) for panel in panels) for panels in rows]
@@ -324,5 +395,5 @@ def _plot(rows: Sequence[Sequence[Panel]], path: Path) -> bool:
         for one, panel in zip(axes, panels, strict=True):
             panel.draw(one)
     with replacing(path) as aside:
-        figure.savefig(aside, dpi=120)
+        figure.savefig(aside, dpi=120, metadata={"Source": measured_at(values)})
     return True

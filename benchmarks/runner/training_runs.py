@@ -99,11 +99,7 @@ class TrainerRun:
 
 
 def measured_runs(
-    world: Communicator,
-    makes: Mapping[str, Callable[[], TrainingRun]],
-    rounds: int,
-    steps: int,
-    seconds: float,
+    world: Communicator, makes: Mapping[str, Callable[[], TrainingRun]], rounds: int, steps: int, seconds: float
 ) -> dict[str, dict[str, Any]]:
     """Measure the steps of several training runs. Collective.
 

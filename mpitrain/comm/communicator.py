@@ -28,7 +28,14 @@ from mpitrain.comm.collectives.binding import Binder, Invocation, sync_calls
 from mpitrain.comm.collectives.dispatch import Dispatcher, ProcessServices
 from mpitrain.comm.collectives.moving import all_gather, all_to_all, broadcast, gather, scatter
 from mpitrain.comm.collectives.persistent import persistent
-from mpitrain.comm.collectives.reducing import ALL_REDUCE, DeferredReductions, all_reduce, reduce, reduce_scatter
+from mpitrain.comm.collectives.reducing import (
+    ALL_REDUCE,
+    Channel,
+    DeferredReductions,
+    all_reduce,
+    reduce,
+    reduce_scatter,
+)
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology, ranks_in
 from mpitrain.comm.job.traffic import Volume, clock
@@ -52,7 +59,7 @@ class Communicator(PointToPoint):
     `mpitrain.comm.point_to_point` has the messages, `mpitrain.comm.job.topology` the attributes (rank, size and so on).
     """
 
-    probe = ALL_REDUCE
+    probe, channel = ALL_REDUCE, Channel
 
     def __init__(self, comm: MPI.Intracomm, topology: Topology, process: ProcessServices, label: str) -> None:
         super().__init__(comm, topology, process, label)

@@ -13,31 +13,26 @@ alone, without any ranks. Users can add algorithms:
 Every rank must register the same algorithms. An algorithm makes its program from a `Setting`, which describes one call:
 sizes, and the placement of ranks and data.
 
-The fastest algorithm for each size comes from built-in defaults or from a table measured on this machine.
-`python -m mpitrain.doctor --tune` measures and writes the table, one file per kind of machine and MPI library, under
-$XDG_CACHE_HOME/mpitrain (or ~/.cache/mpitrain). Rank 0 reads it, and all ranks use it.
+The fastest algorithm for each size comes from the rules of `tuning`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from mpitrain.comm.algorithms import messages, shared
 from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.programs.program import Program
+from mpitrain.comm.tuning import Tuning
 from mpitrain.errors import InputError
-from mpitrain.storage.disk import read_plain, write_whole
-from mpitrain.storage.text import bytes_text
 
 RING_SEGMENT = 1 << 20  # bytes of one ring message; with smaller ones, Python costs more time than overlap saves
 SHARED_CHUNK = 1 << 17  # bytes of a chunk that is summed and written while it is in a core's cache
-STAGED_PIECE = 1 << 20  # bytes of the piece of a vector that is in one staging slot
+READ_CHUNK = 1 << 19  # the same where a system call reads the chunk from another process: each call costs microseconds
+STAGED_PIECE = 2 << 20  # largest number of bytes of the chunks of all ranks in one staging slot
 
 
 @dataclass(frozen=True)
@@ -101,9 +96,15 @@ def _message_count(nbytes: int) -> int:
     return segments_of(nbytes, RING_SEGMENT)
 
 
-def cache_chunks(nbytes: int) -> int:
-    """Return the number of chunks into which a block is cut, so that each chunk is summed in a core's cache."""
-    return segments_of(nbytes, SHARED_CHUNK, most=1 << 20)
+def cache_chunks(nbytes: int, memory: str = "arena") -> int:
+    """Return the number of chunks into which a block is cut, so that each chunk is summed in a core's cache.
+
+    Args:
+        nbytes: Bytes of the block.
+        memory: Location of the vectors, see `Setting.memory`.
+    """
+    mapped = memory in ("arena", "device")
+    return segments_of(nbytes, SHARED_CHUNK if mapped else READ_CHUNK, most=1 << 20)
 
 
 def always(*_: object) -> bool:
@@ -119,9 +120,11 @@ class Algorithm:
         program: Makes the program for a setting; None stands for the call of the MPI library.
         one_node: True if all ranks must be on one node.
         reach: True if ranks access each other's vectors, which must then be in an arena or accessible by system calls.
-        stages: With `reach`, True if vectors that cannot be accessed pass through shared staging memory.
+        stages: True if vectors pass through shared staging memory; with `reach`, only those that cannot be accessed.
         reproduces: For a setting, returns True if the algorithm reduces in the order of the fixed tree over the ranks
             (`tree_order`).
+        order: Name of the order in which it reduces; algorithms with the same order give the same bits. "" if no other
+            algorithm has this order.
         instead: Algorithms to recommend in messages if this one cannot be used.
     """
 
@@ -130,6 +133,7 @@ class Algorithm:
     reach: bool = False
     stages: bool = False
     reproduces: Callable[[Setting], bool] = lambda setting: False
+    order: str = ""
     instead: str = "auto"
 
 
@@ -177,210 +181,6 @@ class Algorithms(dict[str, Algorithm]):
         raise InputError(f"{self.operation} has no algorithm {name!r}; use {known}", agreed=True)
 
 
-KIB, MIB = 1 << 10, 1 << 20
-Rule = tuple[int, str]  # (limit, algorithm): use the algorithm for fewer bytes than the limit
-_NO_LIMIT = 1 << 62
-_CLEAR_GAIN = 0.95  # a faster algorithm is chosen if it takes less than this fraction of the current one's time
-
-
-def _shared_from(*limits: int) -> dict[str, tuple[Rule, ...]]:
-    """Return rules that select "shared" from a number of bytes on, and "mpi" below.
-
-    Args:
-        limits: Bytes for four places: in an arena, in an arena oversubscribed, elsewhere, elsewhere oversubscribed.
-            From these on, "shared" was at least as fast with 2 ranks on 2 cores, and with 4 ranks if oversubscribed.
-    """
-    places = "node arena", "node arena oversubscribed", "node", "node oversubscribed"
-    return {place: ((limit, "mpi"), (_NO_LIMIT, "shared")) for place, limit in zip(places, limits, strict=True)}
-
-
-_SINGLE = "nodes single", "nodes single oversubscribed"  # one rank per node
-_NODES = "nodes", "nodes arena", "nodes oversubscribed", "nodes arena oversubscribed"
-
-
-def _between_nodes(places: tuple[str, ...], *rules: Rule) -> dict[str, tuple[Rule, ...]]:
-    """Return the same rules for several places.
-
-    They are those of the fastest on three nodes that were joined by 1 Gbit/s and 10 ms, 10 Gbit/s and 0.1 ms, and
-    memory: Open MPI sends long vectors to be reduced over a link several times.
-    """
-    return dict.fromkeys(places, rules)
-
-
-# operation -> place (see `Setting.place`) -> rules in order of size; MPI for places that are not listed
-_DEFAULTS: dict[str, dict[str, tuple[Rule, ...]]] = {
-    "all_reduce": {
-        **_shared_from(12 * KIB, 32 * KIB, 96 * KIB, 512 * KIB),
-        **_between_nodes(_NODES, (64 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
-        **_between_nodes(_SINGLE, (128 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
-    },
-    "reduce": _shared_from(96 * KIB, 192 * KIB, MIB, MIB),
-    "reduce_scatter": {
-        **_shared_from(32 * KIB, 96 * KIB, 128 * KIB, MIB),
-        **_between_nodes(_NODES, (64 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
-        **_between_nodes(_SINGLE, (64 * KIB, "mpi"), (8 * MIB, "pairwise"), (_NO_LIMIT, "ring")),
-    },
-    "broadcast": {
-        **_shared_from(96 * KIB, 192 * KIB, 2 * MIB, 2 * MIB),
-        **_between_nodes(_NODES, (128 * KIB, "mpi"), (_NO_LIMIT, "tree")),
-    },
-    "all_gather": {
-        **_shared_from(16 * KIB, 64 * KIB, 4 * MIB, 8 * MIB),
-        **_between_nodes(_NODES, (4 * MIB, "mpi"), (_NO_LIMIT, "ring")),
-    },
-}
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """Tuning table: rules by operation and place.
-
-    Attributes:
-        measured: Rules that override the defaults, by "operation place/ranks".
-        origin: Source of the measured rules.
-    """
-
-    measured: Mapping[str, Sequence[Rule]] = field(default_factory=dict)
-    origin: str = "built-in"
-
-    def algorithm(self, algorithms: Algorithms, setting: Setting) -> str:
-        """Return the name of the fastest algorithm by this table.
-
-        Args:
-            algorithms: Algorithms of the operation.
-            setting: Size, number of ranks and place of the call.
-        """
-        rules = self.rules(algorithms.operation, setting.place, setting.size)
-        if any(name not in algorithms for _, name in rules):  # the table has an algorithm that this job lacks
-            rules = Tuning().rules(algorithms.operation, setting.place, setting.size)
-        if not rules:  # the operation is not in the table
-            return "mpi" if "mpi" in algorithms else next(iter(algorithms))
-        return next(name for limit, name in rules if setting.nbytes < limit)
-
-    def rules(self, operation: str, place: str, ranks: int) -> Sequence[Rule]:
-        """Return the rules in order of size; none for an operation that is not in the table.
-
-        Args:
-            operation: Name of the operation.
-            place: Place, see `Setting.place`.
-            ranks: Number of ranks.
-        """
-        by_place = _DEFAULTS.get(operation)
-        otherwise = () if by_place is None else by_place.get(place, ((_NO_LIMIT, "mpi"),))
-        return self.measured.get(rules_key(operation, place, ranks)) or otherwise
-
-    def is_measured(self, operation: str, place: str, ranks: int) -> bool:
-        """Return True if rules were measured on this machine.
-
-        Args:
-            operation: Name of the operation.
-            place: Place, see `Setting.place`.
-            ranks: Number of ranks.
-        """
-        return rules_key(operation, place, ranks) in self.measured
-
-    def to_json(self) -> str:
-        """Return the table as JSON text, for `from_json`."""
-        return json.dumps({"origin": self.origin, "measured": {k: list(v) for k, v in self.measured.items()}})
-
-    @staticmethod
-    def from_json(text: str) -> Tuning:
-        """Return the table that a JSON text describes.
-
-        Raises:
-            ValueError: The text is not a table.
-        """
-        try:
-            values = json.loads(text)
-            measured = {
-                _current_key(key): tuple((int(limit), str(name)) for limit, name in rules)
-                for key, rules in values["measured"].items()
-            }
-            if any(not rules or rules[-1][0] < _NO_LIMIT for rules in measured.values()):
-                raise ValueError("rules without an end")
-            return Tuning(measured, str(values["origin"]))
-        except (LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"not a tuning table: {error}") from None
-
-
-def rules_key(operation: str, place: str, ranks: int) -> str:
-    """Return the key of measured rules in the table.
-
-    Args:
-        operation: Name of the operation.
-        place: Place, see `Setting.place`.
-        ranks: Number of ranks.
-    """
-    return f"{operation} {place}/{ranks}"
-
-
-def _current_key(key: str) -> str:
-    """Return a key in the present format.
-
-    In tables of the first format, all keys are of all_reduce and lack its name, and "oversubscribed" is "crowded".
-    """
-    key = key.replace(" crowded", " oversubscribed")
-    return f"all_reduce {key}" if key.startswith("node") else key
-
-
-def rules_from(times: Mapping[int, Mapping[str, float]]) -> tuple[Rule, ...]:
-    """Return rules from measured times.
-
-    The limit between two algorithms is the geometric mean of two measured sizes. The algorithm changes only for a clear
-    gain, so that noise does not make rules.
-
-    Args:
-        times: Seconds by size in bytes and name of the algorithm.
-    """
-    rules: list[Rule] = []
-    chosen, last = "", 0
-    for size in sorted(times):
-        fastest = min(times[size], key=times[size].__getitem__)
-        if not chosen:
-            chosen = fastest
-        elif times[size][fastest] < times[size].get(chosen, float("inf")) * _CLEAR_GAIN:
-            rules.append((round((last * size) ** 0.5), chosen))
-            chosen = fastest
-        last = size
-    return (*rules, (_NO_LIMIT, chosen))
-
-
-def describe_rules(rules: Sequence[Rule]) -> str:
-    """Describe rules in words, such as "mpi below 12 KiB, then shared"."""
-    *changes, (_, last) = rules
-    parts = [f"{name} below {bytes_text(limit)}" for limit, name in changes]
-    return ", then ".join([*parts, last])
-
-
-def table_path(machine: str) -> Path:
-    """Return the path of the table of a machine (see `topology.this_machine`)."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache) / "mpitrain" / f"tuning-{machine}.json"
-
-
-def load_tuning(machine: str) -> Tuning:
-    """Return the measured table of a machine, or the built-in defaults if there is no readable table."""
-    try:
-        return Tuning.from_json(read_plain(table_path(machine)).decode())
-    except (OSError, ValueError):
-        return Tuning()
-
-
-def save_tuning(machine: str, measured: Mapping[str, Sequence[Rule]], origin: str) -> Path:
-    """Write measured rules to the table of a machine, which keeps its other rules, and return the table's path.
-
-    Args:
-        machine: Name of the machine, see `topology.this_machine`.
-        measured: Rules by "operation place/ranks".
-        origin: Source of the rules.
-    """
-    path = table_path(machine)
-    table = Tuning({**load_tuning(machine).measured, **measured}, origin)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, table.to_json())
-    return path
-
-
 _DIRECT_NODES = 8  # up to this number, two_level sends directly between all nodes; more use a ring with long messages
 
 
@@ -391,9 +191,14 @@ def _halving_all_reduce(s: Setting) -> Program:
 
 
 def _shared_all_reduce(s: Setting) -> Program:
-    if s.memory != "private":
-        return shared.shared_all_reduce(s.size, cache_chunks(s.nbytes // s.size), tree=s.reproducible)
-    return shared.staged_all_reduce(s.size, segments_of(s.nbytes, STAGED_PIECE, most=1 << 30), tree=s.reproducible)
+    if s.memory == "private":
+        return _staged_all_reduce(s)
+    return shared.shared_all_reduce(s.size, cache_chunks(s.nbytes // s.size, s.memory), tree=s.reproducible)
+
+
+def _staged_all_reduce(s: Setting) -> Program:
+    chunk = min(SHARED_CHUNK, STAGED_PIECE // s.size)
+    return shared.staged_all_reduce(s.size, segments_of(s.nbytes // s.size, chunk, most=1 << 30), tree=s.reproducible)
 
 
 def _two_level_all_reduce(s: Setting) -> Program:
@@ -412,7 +217,21 @@ ALL_REDUCE = Algorithms(
         ),
         "halving": Algorithm(_halving_all_reduce, reproduces=lambda s: s.size & (s.size - 1) == 0),
         "shared": Algorithm(
-            _shared_all_reduce, one_node=True, reach=True, stages=True, reproduces=always, instead="two_level or auto"
+            _shared_all_reduce,
+            one_node=True,
+            reach=True,
+            stages=True,
+            reproduces=always,
+            order="slices",
+            instead="two_level or auto",
+        ),
+        "staged": Algorithm(
+            _staged_all_reduce,
+            one_node=True,
+            stages=True,
+            reproduces=always,
+            order="slices",
+            instead="two_level or auto",
         ),
         "two_level": Algorithm(_two_level_all_reduce, reach=True, stages=True),
     },
@@ -422,7 +241,7 @@ PAIRWISE_ALL_REDUCE = Algorithm(lambda s: messages.pairwise_all_reduce(s.size, s
 
 
 def _shared_reduce_scatter(s: Setting) -> Program:
-    return shared.shared_reduce_scatter(s.size, cache_chunks(s.block), tree=s.reproducible)
+    return shared.shared_reduce_scatter(s.size, cache_chunks(s.block, s.memory), tree=s.reproducible)
 
 
 def _two_level_reduce_scatter(s: Setting) -> Program:
@@ -464,7 +283,7 @@ BROADCAST = Algorithms(
 
 
 def _shared_reduce(s: Setting) -> Program:
-    return shared.shared_reduce(s.size, s.root, cache_chunks(s.nbytes // s.size))
+    return shared.shared_reduce(s.size, s.root, cache_chunks(s.nbytes // s.size, s.memory))
 
 
 REDUCE = Algorithms(
@@ -525,6 +344,22 @@ def _algorithm_name(algorithms: Algorithms, setting: Setting, algorithm: str) ->
     return all_gather_name(name, setting) if algorithms.operation == "all_gather" else name
 
 
+def algorithm_by_rules(algorithms: Algorithms, setting: Setting, tuning: Tuning) -> str:
+    """Return the name of the algorithm that the rules of a tuning table give for a call.
+
+    Args:
+        algorithms: Algorithms of the operation.
+        setting: Size, number of ranks and place of the call.
+        tuning: The table.
+    """
+    rules = tuning.rules(algorithms.operation, setting.place, setting.size)
+    if any(name not in algorithms for _, name in rules):  # the table has an algorithm that this job lacks
+        rules = Tuning().rules(algorithms.operation, setting.place, setting.size)
+    if not rules:  # the operation is not in the table
+        return "mpi" if "mpi" in algorithms else next(iter(algorithms))
+    return next(name for limit, name in rules if setting.nbytes < limit)
+
+
 def fastest(algorithms: Algorithms, setting: Setting, tuning: Tuning, reachable: Callable[[], bool]) -> str:
     """Return the name of the fastest algorithm by the tuning table, or if it is not possible, "mpi" or "ring".
 
@@ -534,7 +369,7 @@ def fastest(algorithms: Algorithms, setting: Setting, tuning: Tuning, reachable:
         tuning: The table.
         reachable: Returns True if ranks can access vectors outside arenas by system calls; called only if needed.
     """
-    name = tuning.algorithm(algorithms, setting)
+    name = algorithm_by_rules(algorithms, setting, tuning)
     needs = algorithms[name]
     if needs.one_node and not setting.one_node:
         return "mpi"

@@ -20,7 +20,7 @@ from mpitrain.comm.memory.arena import ArenaIndex
 from mpitrain.comm.programs.verify import Proofs
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.watchdog import Watchdog
-from mpitrain.comm.selection import Tuning, load_tuning
+from mpitrain.comm.tuning import Tuning, load_tuning
 from mpitrain.early import RANK_NAMES
 from mpitrain.errors import EXIT_BAD_INPUT, EXIT_FAILED, CommunicationError, InputError, refusal
 

@@ -169,6 +169,9 @@ class CommSection(Section):
         also=["bucket_cap_mb"],
     )
     compression: Literal["none", Compression] = followed("none", "compression of the gradients that ranks send")
+    parameter_compression: Literal["none", "int8"] = followed(
+        "none", "zero 1-3: compression of the parameters that ranks gather; each rank keeps its own shares exact"
+    )
     device: Literal["auto", DeviceWay] = followed_apart(
         "auto", "how device memory is sent between ranks; auto: the fastest available way"
     )

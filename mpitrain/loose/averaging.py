@@ -347,6 +347,5 @@ class Averaging:
             if bucket is None:
                 total += 2 * (ranks - 1) / ranks * like.numel() * like.element_size()
                 continue
-            nbytes = bucket.compression.bytes_on_wire(like.numel(), like.dtype, bucket.shapes)
-            total += nbytes * (ranks - 1) * (1 if bucket.compression.name == "topk" else 2 / ranks)
+            total += bucket.compression.bytes_sent(self._peers.nodes, like.numel(), like.dtype, bucket.shapes)
         return total

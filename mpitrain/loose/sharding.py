@@ -23,10 +23,10 @@ from torch import nn
 from mpitrain.comm import Arena, Communicator, Work
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.settings import Config
-from mpitrain.shard.flat import FlatGroup, bucket_indices, flat_groups, members, units_of
+from mpitrain.shard.flat import FlatGroup, bucket_indices, flat_groups, members, move_into, move_out, units_of
 from mpitrain.shard.flat_parameters import FlatParameter, check_elementwise, sharded_flat_parameters
 from mpitrain.shard.gradients import BucketReduction, Gradients, WholeGradients
-from mpitrain.shard.parameters import Parameters, move_into, move_out
+from mpitrain.shard.parameters import Parameters
 from mpitrain.shard.placement import STAGES
 from mpitrain.shard.sharding import Sharding
 from mpitrain.shard.update import optimizer_step, set_rate

@@ -14,7 +14,8 @@ import torch
 from mpitrain.comm import Arena, Communicator
 from mpitrain.comm.inspection import reads_neighbours
 from mpitrain.comm.job.topology import this_machine
-from mpitrain.comm.selection import TABLES, Algorithms, Setting, describe_rules, rules_from, rules_key, save_tuning
+from mpitrain.comm.selection import TABLES, Algorithms, Setting
+from mpitrain.comm.tuning import describe_rules, rules_from, rules_key, save_tuning
 from mpitrain.errors import InputError
 from mpitrain.inference.commands import parse
 from mpitrain.measuring.self_start import byte_sizes, make_parser, run_measurement

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ from torch import nn
 
 from mpitrain.comm import Communicator, init
 from mpitrain.comm.compression import Compression, from_name
+from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.shard.flat import flat_groups, in_backward_order
 from mpitrain.shard.gradients import BucketReduction, WholeGradients
+from mpitrain.shard.norm import rank_parts, sum_squares
 from mpitrain.shard.reducer import Reducer
 
 
@@ -34,7 +37,7 @@ class DistributedDataParallel(nn.Module):
         static_graph: Assume that every backward pass uses the same parameters, the same number of times, as the first
             one.
         broadcast_buffers: Copy rank 0's buffers (running statistics) to all ranks before each forward pass in training.
-        compression: fp16, bf16, topk, powersgd, or an object of `mpitrain.comm.compression`.
+        compression: fp16, bf16, int8, int4, topk, powersgd, or an object of `mpitrain.comm.compression`.
         algorithm: Algorithm of the all-reduce; "auto" to choose it by size and memory.
     """
 
@@ -61,6 +64,7 @@ class DistributedDataParallel(nn.Module):
         self.reducer = self._make_reducer(in_backward_order(module))
         self._rebuilt = not self._reduction.overlaps  # the order matters only if communication overlaps backward
         self._join_state: JoinState | None = None
+        self._squares: torch.Tensor | None = None  # sum of the squares of the gradients, for `clip_grad_norm_`
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module if this class has none of that name."""
@@ -74,8 +78,9 @@ class DistributedDataParallel(nn.Module):
 
     def _make_reducer(self, order: Sequence[nn.Parameter]) -> Reducer:
         """Lay gradients out in the given order, and return a reducer that watches them. Collective."""
-        gradients = WholeGradients(flat_groups(order, self._bucket_mb), self._reduction, sharded=False, dtype=None)
-        return Reducer(gradients, self._names, self.module, unused_allowed=self._unused, static=self._static)
+        groups = flat_groups(order, self._bucket_mb)
+        self._gradients = WholeGradients(groups, self._reduction, sharded=False, dtype=None)
+        return Reducer(self._gradients, self._names, self.module, unused_allowed=self._unused, static=self._static)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training and self.reducer.enabled and torch.is_grad_enabled():
@@ -120,6 +125,46 @@ class DistributedDataParallel(nn.Module):
         finally:
             self.reducer.enabled = before
 
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients so that their norm is at most `max_norm`, and return the norm before. Collective.
+
+        It has the effect of torch.nn.utils.clip_grad_norm_, which reads all gradients on every rank. Here each rank
+        reads its part, and gradients are scaled only if they must be. Norms other than the 2-norm, gradients that have
+        not been reduced, and steps within `join` are left to torch's function.
+
+        Args:
+            max_norm: Largest norm of all gradients together.
+            norm_type: Exponent of the norm; may be infinity.
+            error_if_nonfinite: Raise an error if the norm is not finite, instead of scaling with it.
+
+        Returns:
+            Scalar in the dtype of the gradients.
+
+        Raises:
+            RuntimeError: The norm is not finite, and `error_if_nonfinite` is true.
+        """
+        gradients, parameters = self._gradients, list(self.module.parameters())
+        alone = norm_type != 2.0 or self._join_state is not None or not self.reducer.is_reduced
+        if alone or not gradients.holds_all(parameters):
+            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        comm = self._reduction.comm
+        if self._squares is None:
+            self._squares = torch.zeros(1, dtype=torch.float64, device=gradients.flat[0].device)
+        comm.all_reduce(sum_squares(rank_parts(gradients, comm), self._squares))
+        norm = self._squares[0].sqrt().to(reduce(torch.promote_types, (flat.dtype for flat in gradients.flat)))
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"The total norm of the gradients is {float(norm)}; find the cause, or clip with "
+                "error_if_nonfinite=False"
+            )
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grads_with_norm_
+        if is_accelerator(factor.device) or factor != 1.0:  # a device is not waited for; NaN spreads, as in torch
+            gradients.scale(factor)
+        return norm
+
     @contextmanager
     def join(self, divide_by_initial_world_size: bool = True, enable: bool = True) -> Iterator[None]:
         """Train with unequal numbers of batches per rank: a rank without batches joins the others' steps with zeros.
@@ -138,7 +183,7 @@ class DistributedDataParallel(nn.Module):
             yield
             while self._join_state.exchange(training=False):  # steps of the other ranks, while this rank has no batch
                 self._before_forward()
-                self.reducer.gradients.zero()
+                self._gradients.zero()
                 self.reducer.finish()
             broadcast_state(self.module, self.comm, self._join_state.source)
         finally:

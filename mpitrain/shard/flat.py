@@ -76,6 +76,26 @@ class FlatGroup:
         return layout.bounds[bucket] // layout.parts + at - layout.share(bucket, rank)[0]
 
 
+def move_into(group: FlatGroup, flat: torch.Tensor, *, fill: bool) -> None:
+    """Make the parameters of a group views of a flat tensor.
+
+    Args:
+        group: Group of parameters.
+        flat: Tensor laid out like the group.
+        fill: If true, first copy the values of the parameters into the tensor.
+    """
+    for parameter, view in zip(group.parameters, group.views(flat), strict=True):
+        if fill:
+            view.copy_(parameter.data)
+        parameter.data = view
+
+
+def move_out(group: FlatGroup) -> None:
+    """Give each parameter its own memory, with its current value."""
+    for parameter in group.parameters:
+        parameter.data = parameter.data.clone()
+
+
 def lay_in_buckets(sizes: Sequence[int], itemsize: int, bucket_mb: float, parts: int, multiple: int = MULTIPLE) -> Flat:
     """Lay tensors of one dtype out in buckets; the first bucket is smaller, so that its reduction starts early.
 

@@ -12,7 +12,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ from mpitrain.comm import Arena, Communicator, Work
 from mpitrain.comm.compression import Bucket, Compression
 from mpitrain.shard.flat import FlatGroup, bucket_indices, move_gradient
 from mpitrain.shard.placement import DEFERRING, slot_count
+
+_SMALL = 1 << 14  # elements of a gradient that may stay outside its place until backward has ended
 
 
 class Gradients(ABC):
@@ -61,6 +64,10 @@ class Gradients(ABC):
         returned at most once per backward pass.
         """
 
+    def moves_early(self, parameter: nn.Parameter) -> bool:
+        """Return whether `mark_ready` must be called when a gradient arrives, and not only `copy_in` after backward."""
+        return False
+
     def mark_ready(self, parameter: nn.Parameter) -> None:
         """Record that autograd has finished the parameter's gradient in this backward pass."""
         return
@@ -93,7 +100,7 @@ class Gradients(ABC):
         """Copy the current `.grad` of every parameter into flat memory, with zeros for missing ones."""
         return
 
-    def scale(self, factor: float) -> None:
+    def scale(self, factor: float | torch.Tensor) -> None:
         """Multiply the reduced gradients by a factor, in place."""
         for flat in self.flat:
             flat.mul_(factor)
@@ -186,7 +193,7 @@ class BucketReduction:
                 phases).
         """
         if shapes is not None:
-            return self.sum(x, number, shapes, background=background)
+            return self.sum(x, number, replace(shapes, whole=False), background=background)
         comm = self.comms[number % len(self.comms)]
         if defer:
             work = comm.deferred_reduce_scatter(into, x, self.op)
@@ -194,10 +201,18 @@ class BucketReduction:
                 return work
         return comm.reduce_scatter(into, x, self.op, async_op=background, reproducible=self.reproducible)
 
-    def reduce_replicas(self, share: torch.Tensor) -> None:
-        """Sum a reduced share in place over the ranks that keep the same share. Collective over these ranks."""
-        if self.replicas is not None:
-            self.replicas.all_reduce(share, self.op, reproducible=self.reproducible)
+    def reduce_replicas(self, share: torch.Tensor, number: int) -> None:
+        """Sum a reduced share in place over the ranks that keep the same share. Collective over these ranks.
+
+        Args:
+            share: The share.
+            number: Number of the bucket, counted through all groups.
+        """
+        if self.replicas is None:
+            return
+        compressed = self.compression.bucket((number,)) if self.compression and self.compression.two_level else None
+        reproducible = self.reproducible and compressed is None
+        self.replicas.all_reduce(share, self.op, compression=compressed, reproducible=reproducible)
 
     def compression_of(self, group: FlatGroup, number: int, key: object) -> Bucket | None:
         """Return the compression of a group's bucket, which gets the shapes of its parameters; None without
@@ -208,8 +223,8 @@ class BucketReduction:
             number: Number of the bucket in the group.
             key: Key under which the compression keeps its state of the bucket from step to step.
         """
-        if self.compression is None:
-            return None
+        if self.compression is None or (self.compression.two_level and self.replicas is not None):
+            return None  # compressed between nodes alone, see `reduce_replicas`
         return self.compression.bucket(key, [(offset, tuple(p.shape)) for p, offset in group.members(number)])
 
 
@@ -217,8 +232,8 @@ class WholeGradients(Gradients):
     """All gradients, in flat arenas; each parameter's `.grad` is a view of its place there.
 
     The constructor is collective. The first gradient of a step is copied to its place as soon as it is complete, while
-    it is still in the cache. Autograd adds later gradients to it there. The arenas are never cleared, which saves one
-    pass to clear them and another to add to the zeros.
+    it is still in the cache; small ones may be copied together at the end of backward. Autograd adds later gradients to
+    it there. The arenas are never cleared, which saves one pass to clear them and another to add to the zeros.
 
     Args:
         groups: Parameters and their places in flat memory.
@@ -264,6 +279,9 @@ class WholeGradients(Gradients):
         self._pending.add(parameter)
         return view.view_as(view)  # a new tensor object: autograd keeps it only if it has no other reference
 
+    def moves_early(self, parameter: nn.Parameter) -> bool:
+        return parameter.numel() > _SMALL or self._views[parameter][1]
+
     def mark_ready(self, parameter: nn.Parameter) -> None:
         view, separate = self._views[parameter]
         self._pending.discard(parameter)
@@ -288,8 +306,8 @@ class WholeGradients(Gradients):
     def end(self, works: Sequence[Work | None]) -> None:
         for work in filter(None, works):
             work.wait()
-        for bucket in self._buckets:
-            self.reduction.reduce_replicas(self.reduction.local_share(bucket))
+        for number, bucket in enumerate(self._buckets):
+            self.reduction.reduce_replicas(self.reduction.local_share(bucket), number)
 
     def zero(self) -> None:
         self._pending.clear()
@@ -299,11 +317,43 @@ class WholeGradients(Gradients):
                 self._stale.add(parameter)
 
     def copy_in(self) -> None:
+        empty, into, of = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
+        self._pending.clear()
         for parameter, (view, separate) in self._views.items():
-            self.mark_ready(parameter)
-            if separate and parameter in self._stale:
-                self._stale.remove(parameter)
+            grad = parameter.grad
+            if grad is view:
+                continue
+            if separate:
+                self.mark_ready(parameter)
+                if parameter in self._stale:
+                    self._stale.remove(parameter)
+                    empty.append(view)
+                continue
+            if grad is None:
+                empty.append(view)
+            elif grad.data_ptr() != view.data_ptr():
+                into.append(view)
+                of.append(grad)
+            parameter.grad = view
+        with torch.no_grad():
+            if into:
+                torch._foreach_copy_(into, of)
+            if empty:
+                torch._foreach_zero_(empty)
+
+    def holds_all(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Return whether these gradients, and no others, are all in their places; the place of a missing one is zeroed.
+
+        Args:
+            parameters: Parameters whose `.grad` is looked at.
+        """
+        for parameter in parameters:
+            view, grad = self._views.get(parameter, (None, False))[0], parameter.grad
+            if grad is None and view is not None:
                 view.zero_()
+            elif grad is not None and (view is None or grad.data_ptr() != view.data_ptr()):
+                return False
+        return True
 
     def local_view(self, group: int, lo: int, hi: int) -> torch.Tensor:
         return self._arenas[group].tensor[lo:hi]
@@ -447,7 +497,7 @@ class ShardedGradients(Gradients):
         """Store the reduced share of a bucket in this rank's shares, or add it to the share that is already there."""
         if work is not None:
             work.wait()
-        self.reduction.reduce_replicas(share)
+        self.reduction.reduce_replicas(share, bucket)
         own_share = self._share(bucket)
         if bucket not in self._stale:
             own_share.add_(share)

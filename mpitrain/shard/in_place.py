@@ -1,9 +1,9 @@
-"""Weight gradients of linear layers, computed directly in the memory where they are reduced.
+"""Weight gradients of linear layers and embeddings, computed directly in the memory where they are reduced.
 
 Autograd computes a gradient in memory of its own, from which it would have to be copied into flat memory: one pass over
 all gradients in each step. Most gradients are those of linear layers, gw = gy' x. Here this product is written directly
-to flat memory, and autograd keeps the tensor as the parameter's `.grad` without a copy. The bits are the same.
-(Megatron-LM's gradient accumulation fusion has the same aim.)
+to flat memory, and autograd keeps the tensor as the parameter's `.grad` without a copy. The rows of an embedding's
+gradient are added up there too. The bits are the same. (Megatron-LM's gradient accumulation fusion has the same aim.)
 
 In some cases this is impossible: autocast, torch.compile, torch.func, a weight that is used twice, a `.grad` that
 already exists. The layer then computes as usual, and the gradient is copied.
@@ -110,10 +110,71 @@ class _Product(torch.autograd.Function):
         return gx, gw, gy.sum(0) if for_bias else None, None
 
 
-class InPlace:
-    """Makes linear layers compute their weights' gradients in flat memory, until `remove` is called.
+_ADDED_IN_ORDER = (torch.float32, torch.float64)  # torch adds 16-bit rows with other intermediate roundings
 
-    Layers of a subclass of nn.Linear, and weights that several layers share, are not changed.
+
+class Embedding(nn.Embedding):
+    """An embedding on the CPU whose gradient is computed in flat memory; `InPlace` gives plain ones this class."""
+
+    entry: WeightPlace | None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight, entry = self.weight, self.entry
+        if (
+            entry is None
+            or entry.weight is not weight
+            or torch.compiler.is_compiling()
+            or not (torch.is_grad_enabled() and weight.requires_grad)
+            or weight.device.type != "cpu"
+            or weight.dtype not in _ADDED_IN_ORDER
+            or self.sparse
+            or self.scale_grad_by_freq
+            or self.max_norm is not None
+            or torch._C._are_functorch_transforms_active()
+        ):
+            return super().forward(input)
+        result: torch.Tensor = _Rows.apply(input, weight, -1 if self.padding_idx is None else self.padding_idx, entry)
+        return result
+
+
+class _Rows(torch.autograd.Function):
+    """The rows of a weight, with torch's own derivative: gradients are added to their rows in the order of the input.
+
+    Shape:
+        rows [..], weight [rows, width].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: nn.Parameter, padding: int, entry: WeightPlace) -> Any:
+        ctx.save_for_backward(rows)
+        ctx.entry, ctx.padding, ctx.count = entry, padding, len(weight)
+        return functional.embedding(rows, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (rows,), (gy,) = ctx.saved_tensors, gradients
+        place = None if torch.is_grad_enabled() else ctx.entry.free_place()  # enabled: second derivative
+        if place is None:
+            return None, torch.ops.aten.embedding_dense_backward(gy, rows, ctx.count, ctx.padding, False), None, None
+        rows, gy = rows.reshape(-1), gy.reshape(-1, gy.shape[-1])
+        if ctx.padding >= 0:
+            used = rows != ctx.padding
+            rows, gy = rows[used], gy[used]
+        return None, place.zero_().index_add_(0, rows, gy), None, None
+
+
+_CLASSES: dict[type[nn.Module], type[Linear | Embedding]] = {
+    nn.Linear: Linear,
+    Linear: Linear,
+    nn.Embedding: Embedding,
+    Embedding: Embedding,
+}
+
+
+class InPlace:
+    """Makes layers compute their weights' gradients in flat memory, until `remove` is called.
+
+    Layers of subclasses of nn.Linear and nn.Embedding, and weights that several layers share, are not changed.
 
     Args:
         module: Module whose layers are changed.
@@ -128,17 +189,18 @@ class InPlace:
         for layer in module.modules():
             for parameter in layer.parameters(recurse=False):
                 users.setdefault(parameter, []).append(layer)
-        self._entries: list[tuple[Linear, WeightPlace]] = []
+        self._entries: list[tuple[Linear | Embedding, WeightPlace]] = []
         for parameter, (layer, *others) in users.items():
-            if parameter in large and not others and type(layer) in (nn.Linear, Linear) and layer.weight is parameter:
-                layer.__class__ = Linear
-                assert isinstance(layer, Linear)
+            kind = _CLASSES.get(type(layer))
+            if parameter in large and not others and kind is not None and layer.weight is parameter:
+                layer.__class__ = kind
+                assert isinstance(layer, Linear | Embedding)
                 layer.entry = WeightPlace(parameter, weakref.ref(places))
                 self._entries.append((layer, layer.entry))
 
     def remove(self) -> None:
-        """Turn the layers into plain nn.Linear layers again."""
+        """Turn the layers into plain layers of torch again."""
         for layer, entry in self._entries:
             if layer.entry is entry:  # no other `InPlace` has taken the layer over
                 del layer.entry
-                layer.__class__ = nn.Linear  # type: ignore[assignment]
+                layer.__class__ = type(layer).__base__  # type: ignore[assignment]

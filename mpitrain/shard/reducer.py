@@ -2,7 +2,8 @@
 
 A hook on each parameter records that its gradient is complete. When all gradients of a bucket are complete and all
 earlier buckets have been started, the bucket's reduction starts, in the same order on every rank. If no core is free
-for communication, nothing would overlap; whole gradients are then reduced in one operation at the end of backward.
+for communication, nothing would overlap; whole gradients are then reduced in one operation at the end of backward, and
+the hook of a small gradient only records it, because it can be moved to its bucket together with the others.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Reducer:
     Attributes:
         enabled: If true, backward passes are reduced; if false, gradients are only accumulated.
         last: If true, no more backward passes are expected before the step, after this one.
-        order: Parameters in the order in which the gradients of the last backward pass arrived.
+        order: Parameters in the order in which the gradients of the last backward pass arrived; empty if buckets are
+            not started during backward.
         passes: Number of backward passes reduced so far.
         used: Parameters that got a gradient since the last update; None if this is not recorded.
         factor: Factor by which the result of a reduction is multiplied.
@@ -70,7 +72,13 @@ class Reducer:
         self._missing: list[int] = []  # by bucket, number of parameters whose gradients are missing
         self._works: list[Work | None] = []  # of the buckets started so far
         self._in_backward = False
-        self._hooks = [p.register_post_accumulate_grad_hook(self._hook) for p in self._bucket]
+        self._arrived: list[nn.Parameter] = []  # parameters that got a gradient and are not yet in `_touched`
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(
+                self._hook if self._by_bucket or gradients.moves_early(p) else self._record_small
+            )
+            for p in self._bucket
+        ]
         self._in_place = InPlace(module, self._bucket, gradients) if module is not None else None
 
     def close(self) -> None:
@@ -87,27 +95,35 @@ class Reducer:
                 self.gradients.mark_ready(parameter)
         self.passes, self.factor, self.enabled = earlier.passes, earlier.factor, earlier.enabled
         self._expected.update(earlier._expected)
-        self._touched = earlier._touched
+        self._touched = earlier._all_touched()
         earlier.gradients.free()
+
+    def _record_small(self, parameter: nn.Parameter) -> None:
+        """Record a parameter's new gradient, which `finish` moves to its place (hook)."""
+        self._arrived.append(parameter)
+        if self.enabled and not self._in_backward:
+            self._begin()
+
+    def _refuse_sparse(self, parameter: nn.Parameter) -> None:
+        """Raise InputError if the parameter's gradient is sparse."""
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise InputError(
+                f"the gradient of {self.names[parameter]} is sparse and cannot be reduced; create its layer with "
+                "sparse=False"
+            )
 
     def _hook(self, parameter: nn.Parameter) -> None:
         """Record a parameter's new gradient, and start the buckets that are ready.
 
         This is the hook that runs after autograd has added to the parameter's `.grad`.
         """
-        if parameter.grad is not None and parameter.grad.layout != torch.strided:
-            name = self.names[parameter]
-            raise InputError(
-                f"the gradient of {name} is sparse and cannot be reduced; create its layer with sparse=False"
-            )
-        self._touched.add(parameter)
-        if not self.enabled:
+        self._refuse_sparse(parameter)
+        self._arrived.append(parameter)
+        if self.enabled and not self._in_backward:
+            self._begin()
+        if not self.enabled or not self._by_bucket:
             self.gradients.mark_ready(parameter)
             return
-        if not self._in_backward:
-            self._begin()
-            self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         bucket = self._bucket[parameter]
         if bucket < len(self._works) and not self._expected[parameter]:
             raise InputError(
@@ -126,15 +142,23 @@ class Reducer:
             self.order.append(parameter)
         if count == self._expected[parameter]:
             self._missing[bucket] -= 1
-            if self._by_bucket and (self.passes or not self.static):
+            if self.passes or not self.static:
                 self._start_ready()
 
     def _begin(self) -> None:
-        """Expect the gradients of a new backward pass."""
+        """Expect the gradients of a new backward pass, and have autograd call `finish` at its end."""
+        self._in_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        self._expect()
+
+    def _expect(self) -> None:
+        """Count the gradients that each bucket waits for."""
+        self._counts, self.order, self._works = {}, [], []
+        if not self._by_bucket:
+            return
         self._missing = [0] * self._total
         for parameter, times in self._expected.items():
             self._missing[self._bucket[parameter]] += times > 0
-        self._counts, self.order, self._works = {}, [], []
 
     def _start_ready(self, everything: bool = False) -> None:
         """Start buckets in order, up to the first one that lacks gradients or, with `everything`, all of them."""
@@ -150,9 +174,14 @@ class Reducer:
         """
         alone = not self._in_backward
         if alone:
-            self._begin()
+            self._expect()
         self._in_backward = False
-        unused = [p for p, times in self._expected.items() if times and p not in self._touched]
+        dense = torch.strided
+        for parameter in [p for p in self._arrived if p.grad is not None and p.grad.layout is not dense]:
+            self._refuse_sparse(parameter)
+        touched = self._all_touched()
+        every = len(touched) == len(self._expected)
+        unused = [] if every else [p for p, times in self._expected.items() if times and p not in touched]
         if unused and not alone and not self.unused_allowed and not (self.static and not self.passes):
             raise CommunicationError(self._unused_message(unused))
         self.gradients.copy_in()
@@ -166,14 +195,26 @@ class Reducer:
         if self.factor != 1.0:
             self.gradients.scale(self.factor)
         if self.static and not self.passes and not alone:
-            self._expected = {p: self._counts.get(p, 0) for p in self._bucket}
+            times = self._counts if self._by_bucket else dict.fromkeys(touched, 1)
+            self._expected = {p: times.get(p, 0) for p in self._bucket}
         if self._forget:
-            for parameter in self._unused_by_all(self._touched, self.gradients.reduction.comm):
+            for parameter in self._unused_by_all(touched, self.gradients.reduction.comm):
                 parameter.grad = None
         if self.used is not None:
-            self.used |= self._touched
+            self.used |= touched
         self._touched.clear()
         self.passes += 1
+
+    @property
+    def is_reduced(self) -> bool:
+        """True if no gradient has been accumulated since the last reduction."""
+        return self.passes > 0 and not self._all_touched()
+
+    def _all_touched(self) -> set[nn.Parameter]:
+        """Return the parameters that got a gradient since the last reduction."""
+        self._touched.update(self._arrived)
+        self._arrived.clear()
+        return self._touched
 
     def touched(self) -> set[nn.Parameter]:
         """Return the parameters that got a gradient since the last reduction, as a set that callers may extend.
@@ -181,7 +222,7 @@ class Reducer:
         Gradients that were not computed by a backward pass with hooks must still be the parameters' `.grad`.
         """
         self._touched |= {p for p in self._bucket if p.grad is not None}
-        return self._touched
+        return self._all_touched()
 
     def take_unused(self, comm: Communicator) -> set[nn.Parameter]:
         """Return the parameters that no rank of `comm` used since the last call. Collective unless `used` is None."""

@@ -23,7 +23,7 @@ from torch import nn
 
 from mpitrain.comm import Communicator
 from mpitrain.comm.communicator import NodeCopy
-from mpitrain.comm.compression import from_name
+from mpitrain.comm.compression import Compression, from_name
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.settings import Config
 from mpitrain.errors import refusal
@@ -47,7 +47,6 @@ from mpitrain.shard.parameters import (
     Parameters,
     PrivateParameters,
     ReplicatedParameters,
-    ShardedParameters,
     shard_order,
 )
 from mpitrain.shard.placement import (
@@ -60,6 +59,7 @@ from mpitrain.shard.placement import (
     stage_of,
 )
 from mpitrain.shard.reducer import Reducer
+from mpitrain.shard.sharded_parameters import ShardedParameters
 
 EXACT_BLOCK = 1024  # elements whose squares are summed together if sums must not depend on the number of ranks
 
@@ -107,6 +107,7 @@ class Sharding:
         self.module, self.optimizer, self.comm, division = module, optimizer, comm, division or Division()
         self.config, self.parallel, self.reduce_dtype = config, config.parallel, reduce_dtype
         self.zero = stage_of(config, comm.size, shardable=is_shardable(optimizer))
+        self._gathers_as = _parameter_compression(config, self.zero)
         kind = config.comm.compression
         self.compression = None if kind == "none" else from_name(kind)
         self._staged = division.pipeline is not None  # gradients of pipeline stages are added up without backward hooks
@@ -196,13 +197,19 @@ class Sharding:
         if placed is not None:
             return groups, placed
         if not self.stage.parameters or (shard.size == 1 and (parallel.share_node or self._staged) and not offload):
-            return groups, PrivateParameters(groups, shard)
+            return groups, PrivateParameters(groups, shard, self._gathers_as)
         units = units_of(self.module)
         groups = unit_groups(members(self.module, units), parts, multiple)
         if shard.size == 1 and not offload:
             return groups, PrivateParameters(groups, shard)
         return groups, ShardedParameters(
-            self.module, units, groups, shard, reshard_after_forward=parallel.reshard, offload=offload
+            self.module,
+            units,
+            groups,
+            shard,
+            reshard_after_forward=parallel.reshard,
+            offload=offload,
+            compression=self._gathers_as,
         )
 
     def _share_on_node(self, groups: list[FlatGroup]) -> NodeParameters | None:
@@ -221,7 +228,7 @@ class Sharding:
             copies.append(copy)
         carried = comm.num_nodes > 1 and self.replicas is None
         cross_node = self._split(comm.local_rank, 0, "carriers") if carried else None
-        return NodeParameters(groups, copies, comm, cross_node, self.shard.rank)
+        return NodeParameters(groups, copies, comm, cross_node, self.shard.rank, self._gathers_as)
 
     def _place_gradients(self) -> Gradients:
         """Return the placement of the gradients for this stage, with its memory. Collective."""
@@ -317,6 +324,24 @@ class Sharding:
         self.gradients.free()
         while self._communicators:
             self._communicators.pop().free()
+
+
+def _parameter_compression(config: Config, zero: int) -> Compression | None:
+    """Return the compression of the parameters that ranks gather; None to gather them as they are."""
+    kind = config.comm.parameter_compression
+    if kind == "none":
+        return None
+    if not STAGES[zero].states:
+        raise refusal(
+            f"comm.parameter_compression {kind} is for parameters that ranks gather, but with parallel.zero {zero} "
+            "every rank updates all of them; set parallel.zero to 1, 2 or 3"
+        )
+    if config.run.reproducible:
+        raise refusal(
+            f"comm.parameter_compression {kind} rounds parameters in blocks that depend on the number of ranks, which "
+            "run.reproducible excludes; set comm.parameter_compression to none"
+        )
+    return from_name(kind)
 
 
 def _part_of(state: Any, value: torch.Tensor, part: slice) -> Any:

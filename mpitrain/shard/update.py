@@ -17,6 +17,7 @@ from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.errors import refusal
 from mpitrain.layout.boxes import split
 from mpitrain.shard.flat_parameters import FlatParameter
+from mpitrain.shard.norm import rank_parts, sum_squares, wide_dtype
 from mpitrain.shard.optimizers import MatrixGather, Muon, SquaresSum, TrustRatios
 from mpitrain.shard.placement import SCRATCH
 from mpitrain.shard.sharding import EXACT_BLOCK, Sharding
@@ -42,7 +43,12 @@ class Updater:
         owned = {p for s in sharding.flat_parameters if s.is_owner for p, *_ in s.contents}
         self._owns_all = owned == {p for group in sharding.groups for p in group.parameters}
         self._unused: set[nn.Parameter] = set()  # parameters that no rank used in this step
-        self._parts = self._parts_of_norm()
+        whole = not sharding.stage.states and sharding.shard.size > 1 and self._owns_all
+        self._parts = rank_parts(sharding.gradients, sharding.shard) if whole else []
+        self._squares = torch.zeros(1, dtype=torch.float64, device=sharding.groups[0].device)
+        # true if the optimizer reads the reduced gradients from the `.grad` of the model's own parameters
+        self._direct = sharding.reduce_dtype is None and sharding.host is None and sharding.files is None
+        self._direct &= all(s.value is s.contents[0][0] for s in sharding.flat_parameters)
         self._on_device = all(is_accelerator(s.value.device) for s in sharding.flat_parameters)
 
     @property
@@ -74,29 +80,12 @@ class Updater:
         gradients = self._parts or [
             g for s in sharding.flat_parameters if s.is_owner and (g := s.gradient()) is not None
         ]
-        total = torch.zeros(1, dtype=torch.float64, device=sharding.groups[0].device)
-        if gradients:
-            total += (
-                torch.stack(torch._foreach_norm(gradients, 2, dtype=_wide_dtype(*gradients))).double().square_().sum()
-            )
+        total = sum_squares(gradients, self._squares)
         if self._parts or sharding.stage.states:  # the other ranks of the shard have summed other gradients
             sharding.shard.all_reduce(total)
         for axis in self._axes:
             axis.all_reduce(total)
         return total
-
-    def _parts_of_norm(self) -> list[torch.Tensor]:
-        """Return this rank's part of each bucket for the norm; an empty list unless all ranks have all gradients.
-
-        The gaps between gradients are zeros and do not change the norm.
-        """
-        sharding, shard = self._sharding, self._sharding.shard
-        if sharding.stage.states or shard.size == 1 or not self._owns_all:
-            return []
-        pairs = zip(sharding.groups, sharding.gradients.flat, strict=True)
-        buckets = [bucket for group, flat in pairs for bucket in group.buckets(flat)]
-        bounds = [split(bucket.numel(), shard.size)[shard.rank :][:2] for bucket in buckets]
-        return [bucket[lo:hi] for bucket, (lo, hi) in zip(buckets, bounds, strict=True)]
 
     def _exact_squares(self) -> float:
         """Return the sum of all squares, with the same bits for any number of ranks. Collective.
@@ -131,6 +120,16 @@ class Updater:
     @torch.no_grad()
     def apply(self, factor: float) -> None:
         """Update with the gradients times `factor`, and make the result visible to every rank. Collective."""
+        if self._direct:
+            if factor != 1.0:
+                self._sharding.gradients.scale(factor)
+            optimizer_step(self._sharding.optimizer)
+        else:
+            self._apply_to_shares(factor)
+        self._sharding.parameters.publish()
+
+    def _apply_to_shares(self, factor: float) -> None:
+        """Update flat parameters that are not parameters of the model, or whose update needs copies."""
         optimizer, host = self._sharding.optimizer, self._sharding.host
         if host is not None:
             host.before_update()
@@ -147,7 +146,6 @@ class Updater:
                     self._sharding.files.move_states(flat_parameter, optimizer.state[flat_parameter.value])
         if host is not None:
             host.end()
-        self._sharding.parameters.publish()
 
     def _gradient(self, flat_parameter: FlatParameter, factor: float) -> torch.Tensor | None:
         """Return the flat parameter's gradient times `factor`, in the dtype and on the device of its value.
@@ -189,17 +187,12 @@ def _squares_of_rows(x: torch.Tensor) -> torch.Tensor:
     has a fixed order. The length of a row is a power of two.
     """
     if not is_accelerator(x.device):
-        return torch.linalg.vector_norm(x, dim=1, dtype=_wide_dtype(x)).double().square_()
+        return torch.linalg.vector_norm(x, dim=1, dtype=wide_dtype(x)).double().square_()
     x = x.double().square_()
     while x.shape[1] > 1:
         half = x.shape[1] // 2
         x = x[:, :half] + x[:, half:]
     return x[:, 0]
-
-
-def _wide_dtype(*gradients: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which the squares of these gradients are summed."""
-    return torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
 
 
 def _rounds(flat_parameters: Sequence[FlatParameter], files: bool) -> list[list[FlatParameter]]:

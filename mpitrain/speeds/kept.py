@@ -13,7 +13,7 @@ from typing import Any
 
 from mpitrain.comm import Communicator
 from mpitrain.comm.job.topology import processor_name, this_machine
-from mpitrain.comm.selection import table_path
+from mpitrain.comm.tuning import table_path
 from mpitrain.errors import InputError
 from mpitrain.monitor import peak_memory_bytes
 from mpitrain.monitor.memory import node_memory_bytes

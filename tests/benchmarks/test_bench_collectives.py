@@ -13,7 +13,7 @@ from warm import bench
 
 from benchmarks.__main__ import names, usage
 from benchmarks.collectives import report
-from benchmarks.runner.report import Report, ReportTable, ReportTarget, markdown
+from benchmarks.runner.report import Report, ReportTable, ReportTarget, markdown, values_of
 from mpitrain.comm.algorithms.messages import ring_all_reduce, tree_all_reduce
 from mpitrain.comm.inspection import PlainMPI
 from mpitrain.comm.programs.program import Machine, simulate
@@ -21,6 +21,8 @@ from mpitrain.speeds.links import Probes
 from mpitrain.speeds.timing import measure_in_turns
 
 KIB, MIB = 1 << 10, 1 << 20
+FACTS = dict.fromkeys(("machine", "cores", "nodes", "MPI", "torch", "threads", "python", "date", "tuning", "load"), "x")
+FACTS |= {"commit": "abc", "clean": False}
 
 
 # -- the command ---------------------------------------------------------------------------------------------
@@ -33,17 +35,17 @@ def test_a_quick_run_writes_table_json_and_plot_even_if_a_later_rank_count_fails
     values = json.loads((tmp_path / "BENCH-collectives.json").read_text())
     assert values["quick"] is True
     header = values["header"]["2"]
-    assert {"machine", "cores", "MPI", "torch", "date", "ranks"} <= set(header) and header["ranks"] == 2
+    assert {"machine", "cores", "MPI", "torch", "date", "commit", "clean"} <= set(header) and header["ranks"] == 2
     result = values["results"]["2"]
     assert set(result["all_reduce"]) == {"64", str(MIB)}
     for times in result["all_reduce"].values():
-        assert set(times) == {"arena", "tensor", "library", "gloo", "memcpy"}
+        assert set(times) == {"arena", "tensor", "persistent", "library", "gloo", "memcpy"}
         assert all(0 < t["best"] <= t["median"] < 60 for t in times.values())
     text = (tmp_path / "BENCH-collectives.md").read_text()
     for words in ("library / arena", "gloo / arena", "arena / memcpy", "mean", "Quick run"):
         assert words in text, words
     targets = [target["what"] for target in values["targets"]]
-    for words in ("library / ours", "gloo / ours", "memcpy", "fp16", "bf16", "reduce_scatter", "all_gather", "64 KiB"):
+    for words in ("library / ours", "gloo / ours", "memcpy", "fp16", "bf16", "reduce_scatter", "all_gather", "1 µs"):
         assert any(words in what for what in targets), words
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     assert (tmp_path / "BENCH-collectives.png").read_bytes().startswith(b"\x89PNG")
@@ -133,12 +135,12 @@ def test_targets_use_the_measured_values():
     result = {
         "nodes": 1,
         "all_reduce": {
-            "64": times(arena=5e-6, tensor=5e-6, library=1e-6, gloo=1e-3, memcpy=1e-7),
-            size: times(arena=1.0, tensor=2.0, library=3.5, gloo=14.0, memcpy=0.8),
+            "64": times(arena=5e-6, tensor=5e-6, persistent=5e-6, library=1e-6, gloo=1e-3, memcpy=1e-7),
+            size: times(arena=1.0, tensor=2.0, persistent=2.0, library=3.5, gloo=14.0, memcpy=0.8),
         },
         "halves": {size: times(fp16=1.0, bf16=1.0)},
-        "reduce_scatter": {size: times(arena=1.0, library=2.5)},
-        "all_gather": {size: times(arena=1.0, library=1.5)},
+        "reduce_scatter": {size: times(arena=1.0, tensor=2.0, library=2.5)},
+        "all_gather": {size: times(arena=1.0, tensor=1.5, library=1.5)},
     }
     summary = report({2: result}, argparse.Namespace(device="cpu"))
     verdicts = {target.what.removeprefix("2 ranks: "): target.met for target in summary.targets}
@@ -147,8 +149,10 @@ def test_targets_use_the_measured_values():
         "all_reduce in an arena, gloo / ours, from 256 KiB": False,
         "all_reduce in an arena, ours / memcpy, from 4 MiB": False,
         "all_reduce of ordinary tensors, library / ours, from 1 MiB": True,
-        "all_reduce of ordinary tensors, library / ours, from 64 KiB": True,
-        "all_reduce of ordinary tensors, ours - library, below 64 KiB": True,
+        "all_reduce of ordinary tensors, ours / (1 µs + 1.05 x library), at each size": False,
+        "reduce_scatter of ordinary tensors, ours / (1 µs + 1.05 x library), at each size": True,
+        "all_gather of ordinary tensors, ours / (1 µs + 1.05 x library), at each size": True,
+        "reduce_scatter of ordinary tensors, library / ours, from 1 MiB": False,
         "fp16 in an arena, library's fp16 / ours, from 256 KiB": None,
         "bf16 in an arena, library's fp16 / ours, from 256 KiB": None,
         "reduce_scatter in an arena, library / ours, from 256 KiB": True,
@@ -157,10 +161,10 @@ def test_targets_use_the_measured_values():
 
 
 def test_a_missed_target_is_shown():
-    facts = {"machine": "m", "cores": 2, "nodes": 1, "MPI": "x", "torch": "t", "threads": 1, "python": "p", "date": "d"}
     summary = Report(
         "T", [ReportTable("t", ("a", "b"), [["x", 1234.5], ["y", None]])], [ReportTarget("speed", "≥ 3", "2.0", False)]
     )
-    text = markdown(summary, {2: facts | {"load": 0.0, "tuning": "built-in"}}, quick=False)
+    text = markdown(values_of("t", summary, {2: FACTS}, quick=False))
     assert "| speed | ≥ 3 | 2.0 | MISSED |" in text
     assert "| x | 1,234 |" in text and "| y | - |" in text
+    assert "measured at commit abc with changes that are not committed" in text

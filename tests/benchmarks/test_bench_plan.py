@@ -64,5 +64,6 @@ def test_targets_use_the_figures():
     near = [_row(0, 1.0, 1.1), _row(-1, 2.0, 2.1), _row(-1, 3.0, 3.1), _row(-1, 4.0, 4.2)]
     good = report({2: {"gpt": near}}, argparse.Namespace())
     assert [target.met for target in good.targets] == [True] * 4
+    assert good.tables[0].rows == [("gpt", 2, 4, *map(pytest.approx, (100 / 21, 0.0, 1.0, 1.0, 1.0)))]
     far = [_row(0, 1.0, 2.0, 2.0), _row(-1, 2.0, 1.0, 2.0), _row(-1, 3.0, 0.5, 2.0)]
     assert [target.met for target in report({2: {"gpt": far}}, argparse.Namespace()).targets] == [False] * 4

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from support import job
 
-from benchmarks.runner.peers import SINGLE, Shape, Trainee, batches, contender, contenders, gloo, mean_losses
-from benchmarks.runner.report import markdown
+from benchmarks.runner.peers import OUR_DDP, SINGLE, Shape, Trainee, batches, contender, contenders, gloo, mean_losses
 from benchmarks.runner.training_runs import PeakMemory
-from benchmarks.step import _groups, bytes_needed, flops_of_a_token, main, parser, report
+from benchmarks.step import flops_of_a_token, main, parser, report
 from mpitrain.errors import CommunicationError
 
 MIB = 1 << 20
@@ -24,7 +23,7 @@ SMALL = Shape(vocabulary=32, layers=2, width=64, tokens=8)
 
 
 @pytest.mark.campaign
-def test_a_quick_run_writes_times_memory_bytes_and_targets(tmp_path):
+def test_a_quick_run_writes_times_and_targets(tmp_path):
     command = [sys.executable, "-m", "benchmarks", "step", "--quick", "--ranks", "2", "--only", "ZeRO-2"]
     done = job(0, [*command, "--out", str(tmp_path)], timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -32,13 +31,10 @@ def test_a_quick_run_writes_times_memory_bytes_and_targets(tmp_path):
     [sizes] = values["results"]["2"]["sizes"].values()
     runs = sizes["communication-heavy"]
     assert set(runs) == {SINGLE, "ZeRO-2"}
-    assert all(
-        0 < v["best"] <= v["median"] < 60 and v["memory"]["node"] > v["memory"]["rank"] / 2 for v in runs.values()
-    )
-    assert runs["ZeRO-2"]["account"]["states"] == 2 * runs["ZeRO-2"]["account"]["gradients"] > 0
+    assert all(0 < v["best"] <= v["median"] < 60 for v in runs.values())
     assert runs["ZeRO-2"]["loss"] == pytest.approx(runs[SINGLE]["loss"], rel=1e-2)  # few steps: nearly the same yet
     text = (tmp_path / "BENCH-step.md").read_text()
-    for words in ("Quick run", "/ one process", "not computing ms", "node, MiB", "activations"):
+    for words in ("Quick run", "/ one process", "not computing ms"):
         assert words in text, words
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     assert (tmp_path / "BENCH-step.png").read_bytes().startswith(b"\x89PNG")
@@ -48,14 +44,14 @@ def test_a_quick_run_writes_times_memory_bytes_and_targets(tmp_path):
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 def test_a_step_on_a_device_is_reported_in_tokens_per_second(device, tmp_path):
     command = [sys.executable, "-m", "benchmarks", "step", "--quick", "--ranks", "2", "--device", device.type]
-    done = job(0, [*command, "--only", "DDP,torch DDP", "--out", str(tmp_path)], device=device.type)
+    done = job(0, [*command, "--only", "ZeRO-0,torch DDP", "--out", str(tmp_path)], device=device.type)
     assert done.returncode == 0, done.stdout + done.stderr
     values = json.loads((tmp_path / "BENCH-step.json").read_text())
     result = values["results"]["2"]
     assert result["devices"] == 2 and result["backend"] == "mpitrain"
     for figures in result["found"].values():
         assert figures["tokens"] == pytest.approx(2 * 2 * 32 / figures["step"]) and figures["share"] is None
-    assert result["found"]["DDP"]["loss"] == pytest.approx(result["found"]["torch DDP"]["loss"], rel=0.03)
+    assert result["found"]["ZeRO-0"]["loss"] == pytest.approx(result["found"]["torch DDP"]["loss"], rel=0.03)
     assert [target["met"] for target in values["targets"]] == [None]
 
 
@@ -82,9 +78,7 @@ def test_an_unknown_contender_is_refused_with_the_known_names(capsys):
 def test_all_contenders_reach_the_same_losses(world):
     with gloo(world):
         trainees = {}
-        for name, make in contenders().items():
-            if isinstance(make, str) or "DeepSpeed" in name:
-                continue  # DeepSpeed builds an operator when first used: minutes
+        for name in contenders():
             trainees[name] = contender(name, world, SMALL, 2)
         for _ in range(2):
             for trainee in trainees.values():
@@ -117,21 +111,6 @@ def test_batches_differ_between_ranks_and_are_reproducible():
     assert (x != next(first)[0]).any()
 
 
-@pytest.mark.ranks(2)
-def test_contenders_that_do_not_fit_in_memory_run_in_groups(world, monkeypatch):
-    names = [SINGLE, "DDP", "ZeRO-1", "ZeRO-3"]
-    one = bytes_needed(SINGLE, SMALL.numel, world.size)
-
-    def groups(room: float) -> tuple[list[list[str]], list[str]]:
-        monkeypatch.setattr("benchmarks.step._available", lambda: room * one * world.local_size / 0.7)
-        return _groups(world, names, SMALL)
-
-    assert groups(100) == ([names], [])
-    assert groups(2.01) == ([[SINGLE, name] for name in names[1:]], [])
-    assert groups(1.5) == ([[SINGLE]], names[1:])
-    assert groups(0.5) == ([], names)
-
-
 # -- memory --------------------------------------------------------------------------------------------------
 
 
@@ -157,33 +136,18 @@ def test_private_memory_counts_per_rank_and_shared_memory_per_node(world):
 # -- the report ----------------------------------------------------------------------------------------------
 
 
-def one(seconds: float, relative: float, rank: int) -> dict[str, object]:
-    memory = {"rank": rank * MIB, "node": 2 * rank * MIB, "process": 900 * MIB}
-    return {
-        "median": seconds, "best": seconds, "relative": relative, "waiting": seconds - 1.0, "repeats": 3,
-        "loss": 5.0, "account": None, "memory": memory,
-    }  # fmt: skip
+def test_targets_are_met_missed_or_not_measured():
+    def one(seconds: float) -> dict[str, float]:
+        return {"median": seconds, "best": seconds, "relative": seconds, "waiting": seconds - 1.0}
 
-
-def test_targets_are_met_missed_or_unknown():
-    figures = {
-        SINGLE: one(1.0, 1.0, 100),
-        "DDP": one(1.05, 1.05, 90),
-        "ZeRO-1": one(1.01, 1.01, 60),
-        "ZeRO-3": one(1.0, 1.0, 40),
-        "torch DDP": one(1.5, 1.5, 100),
-        "FSDP2": one(2.9, 2.9, 30),
-        "DeepSpeed ZeRO-3": {"why": "not installed"},
-    }
+    figures = {SINGLE: one(1.0), OUR_DDP: one(1.3), "ZeRO-1": one(1.01), "ZeRO-3": one(1.0)}
+    figures |= {"torch DDP": one(1.5), "FSDP2": one(2.9)}
     results = {2: {"nodes": 1, "sizes": {"20000000": {"communication-heavy": figures}}}}
-    summary = report(results, parser().parse([]))
-    met = {target.what.removeprefix("2 ranks: "): target.met for target in summary.targets}
-    assert met["step time, DDP / one process"] is True and met["step time, ZeRO-1 / one process"] is False
-    assert met["step time, ZeRO-2 / one process"] is None
-    assert met["step time, torch DDP / DDP"] is True and met["step time, FSDP2 / ZeRO-3"] is False
-    assert met["step time, DeepSpeed ZeRO-3 / ZeRO-3"] is None
-    assert met["memory per rank, DDP / torch DDP"] is True and met["memory per node, ZeRO-3 / FSDP2"] is False
-    header = {2: {"machine": "m", "cores": 2, "nodes": 1, "MPI": "x", "torch": "t", "threads": 1, "python": "p",
-                  "date": "d", "tuning": "built-in", "load": 0.0}}  # fmt: skip
-    text = markdown(summary, header, quick=False)
-    assert "DeepSpeed ZeRO-3 (not installed)" in text and "MISSED" in text
+    met = {
+        target.what.removeprefix("2 ranks: step time, "): target.met
+        for target in report(results, parser().parse([])).targets
+    }
+    assert met["ZeRO-1 / one process"] is True and met[f"{OUR_DDP} / one process"] is False
+    assert met["ZeRO-2 / one process"] is None
+    assert met["torch DDP / ZeRO-1"] is True and met["FSDP2 / ZeRO-3"] is False
+    assert met["torch DDP / ZeRO-0"] is None

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import mpitrain as mt
-from mpitrain.comm.selection import ALL_REDUCE
+from mpitrain.comm.selection import ALL_REDUCE, algorithm_by_rules
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "comm"))
 from reference import DTYPES, assert_equal, expected_reduction, is_defined, values
@@ -113,7 +113,7 @@ def main(nodes: int) -> None:
     movements(world)
     groups(world)
     setting = dataclasses.replace(world.binder.setting(arena.tensor), nbytes=16 << 20)
-    chosen = world.process.tuning.algorithm(ALL_REDUCE, setting)
+    chosen = algorithm_by_rules(ALL_REDUCE, setting, world.process.tuning)
     world.barrier()
     if world.rank == 0:
         print(f"{world.size} ranks on {world.num_nodes} nodes agree; 16 MiB by {chosen}", flush=True)

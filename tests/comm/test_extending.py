@@ -225,7 +225,7 @@ def test_register_refuses_a_name_in_use(name):
 @pytest.mark.ranks(2)
 def test_unknown_algorithm_error_lists_the_known_ones(world):
     x, out = torch.ones(4), torch.ones(2)
-    known = "auto, mpi, ring, tree, halving, shared or two_level"
+    known = "auto, mpi, ring, tree, halving, shared, staged or two_level"
     with pytest.raises(InputError, match=f"^all_reduce has no algorithm 'star'; use {known}$"):
         world.all_reduce(x, algorithm="star")
     with pytest.raises(InputError, match=r"^reduce_scatter has no algorithm 'star'; use auto, mpi, ring, halving, "):

@@ -7,7 +7,8 @@ import torch
 
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.programs.program import Program
-from mpitrain.comm.selection import Setting, Tuning, select_program
+from mpitrain.comm.selection import Setting, select_program
+from mpitrain.comm.tuning import Tuning
 from mpitrain.errors import InputError
 
 KIB = 1 << 10

@@ -169,14 +169,16 @@ def test_a_checkpoint_can_be_loaded_by_other_groups_and_in_mode_sync(world, fold
 @pytest.mark.ranks(2)
 def test_compressed_differences_reach_similar_losses(world, folder, text):
     metrics = {}
-    for kind in ("none", "fp16"):
+    for kind in ("none", "fp16", "int8"):
         parallel = local(local_steps=2, local_compression=kind)
         metrics[kind] = fit(world, settings(text, folder / kind, parallel=parallel))[1]
     assert losses(metrics["fp16"]) == pytest.approx(losses(metrics["none"]), rel=1e-3) and losses(
         metrics["fp16"]
     ) != losses(metrics["none"])
+    assert losses(metrics["int8"]) == pytest.approx(losses(metrics["none"]), rel=2e-2)
     sent = [[line.get("between_groups_bytes") for line in lines] for lines in metrics.values()]
     assert sent[0][0] is None and sent[0][1] == pytest.approx(2 * sent[1][1], rel=0.01)
+    assert sent[0][1] == pytest.approx(256 / 260 * 4 * sent[2][1], rel=0.02)
 
 
 @pytest.mark.ranks(2)

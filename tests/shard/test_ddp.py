@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 import mpitrain as mt
 from mpitrain.errors import CommunicationError, InputError
+from mpitrain.shard import ddp
 
 MANY = pytest.mark.ranks(1, 2, 3)
 
@@ -196,6 +199,78 @@ def test_shared_and_frozen_parameters_and_several_backward_passes(world):
     assert model.module.b.bias.grad is None
 
 
+@MANY
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+def test_clipping_agrees_with_torch_and_reads_a_rank_s_part(world, max_norm, device, monkeypatch):
+    mine, everybody = samples(world)
+    model, whole = mt.DistributedDataParallel(net().to(device), world), net()
+    read: list[int] = []
+    sum_squares = ddp.sum_squares
+    monkeypatch.setattr(
+        ddp, "sum_squares", lambda x, into: read.append(sum(t.numel() for t in x)) or sum_squares(x, into)
+    )
+    for _ in range(2):  # buckets may be laid out anew after the first
+        model.zero_grad()
+        whole.zero_grad()
+        with model.no_sync():
+            model(mine.to(device)).square().mean().backward()
+        model(2 * mine.to(device)).square().mean().backward()
+        (whole(everybody).square().mean() + whole(2 * everybody).square().mean()).backward()
+        expected = nn.utils.clip_grad_norm_(whole.parameters(), max_norm)
+        torch.testing.assert_close(model.clip_grad_norm_(max_norm).cpu(), expected, rtol=1e-5, atol=0)
+        same_gradients(model, whole)
+    numel = model.reducer.gradients.groups[0].layout.numel
+    assert len(read) == 2 and max(read) <= numel / world.size + 2  # at most one more element for each of two buckets
+
+
+@MANY
+def test_clipping_ignores_parameters_without_a_gradient(world):
+    model, whole = mt.DistributedDataParallel(Branches(), world, find_unused_parameters=True), Branches()
+    x, norm = torch.ones(2, 6), nn.utils.clip_grad_norm_
+    for which in (1, 2):  # the second pass leaves the gradients of the first in memory
+        model.zero_grad()
+        whole.zero_grad()
+        model(x, which).sum().backward()
+        whole(x, which).sum().backward()
+        torch.testing.assert_close(model.clip_grad_norm_(0.5), norm(whole.parameters(), 0.5))
+        torch.testing.assert_close(model.module.branches[which].weight.grad, whole.branches[which].weight.grad)
+    model.zero_grad()
+    assert float(model.clip_grad_norm_(0.5)) == 0.0
+
+
+@MANY
+def test_clipping_is_torch_s_where_the_norm_is_not_known(world):
+    model, alone = mt.DistributedDataParallel(nn.Linear(2, 1), world), nn.Linear(2, 1)
+    x, clip = torch.full((1, 2), world.rank + 1.0), nn.utils.clip_grad_norm_
+    with model.no_sync():
+        model(x).sum().backward()
+    alone(x).sum().backward()
+    torch.testing.assert_close(model.clip_grad_norm_(0.1), clip(alone.parameters(), 0.1))  # this rank's own
+    same_gradients(model, alone)
+    model.zero_grad()
+    model(x).sum().backward()
+    torch.testing.assert_close(model.clip_grad_norm_(9.0, math.inf), torch.tensor(max(1.0, (world.size + 1) / 2)))
+    model.module.bias.grad = torch.tensor([3.0])  # not where it was reduced
+    expected = clip(list(model.module.parameters()), 9.0)
+    torch.testing.assert_close(model.clip_grad_norm_(9.0), expected)
+    with model.join():  # the others do not come to rank 0's last steps
+        for _ in range(world.size - world.rank):
+            model.zero_grad()
+            model(x).sum().backward()
+            assert float(model.clip_grad_norm_(1.0)) > 0
+
+
+@MANY
+def test_clipping_handles_a_norm_that_is_not_finite_as_torch_does(world):
+    model = mt.DistributedDataParallel(nn.Linear(2, 1), world)
+    model(torch.full((1, 2), math.inf if world.rank == 0 else 1.0)).sum().backward()
+    with pytest.raises(RuntimeError, match="norm of the gradients is inf"):
+        model.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    assert torch.equal(model.module.bias.grad, torch.ones(1))
+    assert float(model.clip_grad_norm_(1.0)) == math.inf
+    assert model.module.weight.grad.isnan().all() and torch.equal(model.module.bias.grad, torch.zeros(1))
+
+
 @pytest.mark.ranks(2)
 def test_sparse_gradients_are_refused(world):
     model = mt.DistributedDataParallel(nn.Embedding(4, 2, sparse=True), world)
@@ -204,7 +279,7 @@ def test_sparse_gradients_are_refused(world):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("name", ["fp16", "bf16", "topk", "powersgd"])
+@pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "int4", "topk", "powersgd"])
 def test_compressed_gradients_train(world, name):
     mine, everybody = samples(world, each=16)
     model = mt.DistributedDataParallel(net(), world, compression=name)

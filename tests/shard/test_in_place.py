@@ -32,7 +32,7 @@ class OnePlace:
         self.memory, self.requests = torch.empty_like(weight), 0
 
     def place(self, parameter):
-        if parameter.grad is not None:
+        if parameter.grad is not None or self.requests:
             return None
         self.requests += 1
         return self.memory.view_as(self.memory)
@@ -74,6 +74,52 @@ def test_outputs_and_gradients_equal_those_of_nn_linear(dtype, out, into, shape,
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert place.contains(layer.weight.grad)
     hooked.remove()
+
+
+def embeddings(**options):
+    """Return a plain embedding, the same with memory for its gradient, and that memory."""
+    torch.manual_seed(0)
+    plain = nn.Embedding(WIDTH, WIDTH, **options)
+    layer = copy.deepcopy(plain)
+    place = OnePlace(layer.weight.detach())
+    return plain, layer, place, InPlace(layer, layer.parameters(), place)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("padding", [None, 3, -1])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_outputs_and_gradients_equal_those_of_nn_embedding(dtype, padding, calls):
+    plain, layer, place, hooked = embeddings(dtype=dtype, padding_idx=padding)
+    rows = torch.randint(WIDTH, (calls, 7, 300), generator=torch.Generator().manual_seed(1))  # each row several times
+    rows[:, 0, :9] = 3
+    slopes = torch.randn(7, 300, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(2))
+    for module in (plain, layer):
+        sum((module(each) * slopes).sum() for each in rows).backward()
+        (module(rows[0, :, :5].int()) * slopes[:, :5]).sum().backward()  # adds to the first gradient
+    assert torch.equal(layer(rows), plain(rows)) and torch.equal(layer.weight.grad, plain.weight.grad)
+    assert place.contains(layer.weight.grad) == (calls == 1)  # else autograd has added two gradients up
+    hooked.remove()
+    assert type(layer) is nn.Embedding
+
+
+OTHERS = [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}, {"dtype": torch.bfloat16}]
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=str)
+def test_embeddings_with_further_options_use_the_normal_computation(options):
+    plain, layer, place, _ = embeddings(**options)
+    for module in (plain, layer):
+        module(torch.tensor([5, 1, 5])).square().sum().backward()
+    assert torch.equal(layer.weight.grad.to_dense(), plain.weight.grad.to_dense()) and place.requests == 0
+
+
+def test_gradients_of_an_embedding_s_gradients_are_right():
+    gradients = []
+    for module in embeddings()[:2]:
+        (slope,) = torch.autograd.grad(module(torch.tensor([5, 1, 5])).pow(3).sum(), module.weight, create_graph=True)
+        slope.square().sum().backward()
+        gradients.append(module.weight.grad)
+    torch.testing.assert_close(gradients[1], gradients[0])
 
 
 def test_a_second_backward_pass_adds_to_the_first(pair):

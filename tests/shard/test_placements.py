@@ -15,8 +15,9 @@ from mpitrain.shard.flat import flat_groups
 from mpitrain.shard.flat_parameters import is_shardable
 from mpitrain.shard.gradients import Gradients, ShardedGradients, WholeGradients
 from mpitrain.shard.optimizers import Muon
-from mpitrain.shard.parameters import Parameters, ReplicatedParameters, ShardedParameters
+from mpitrain.shard.parameters import Parameters, ReplicatedParameters
 from mpitrain.shard.placement import stage_of
+from mpitrain.shard.sharded_parameters import ShardedParameters
 
 
 def test_no_code_checks_the_type_of_a_placement():

@@ -17,6 +17,7 @@ from mpitrain.checkpoint import Store
 from mpitrain.comm.job.topology import Member, Topology
 from mpitrain.errors import InputError
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
+from mpitrain.shard import update
 from mpitrain.shard.optimizers import Lamb, Lars, Muon
 from mpitrain.trainer.engine import Engine
 
@@ -506,4 +507,23 @@ def test_sharded_parameters_are_nan_between_passes(world):
     assert weight.shape == (48, 12) and bool(weight.isnan().all())
     with engine.sharding.parameters.unshard_all():
         assert bool(engine.module.blocks[0].mlp.up.weight.isfinite().all())
+    engine.close()
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_of_a_node_read_each_other_s_shares_without_waiting(world, monkeypatch):
+    if world.overlaps or world.num_nodes > 1:
+        pytest.skip("parameters are gathered by messages, or in the background")
+    step, last = update.optimizer_step, world.rank == world.size - 1
+    monkeypatch.setattr(update, "optimizer_step", lambda optimizer: time.sleep(0.2 * last) or step(optimizer))
+    engine = engine_of(gpt(), world, zero=3, share_node=False)
+    read = []
+    for number in range(2):
+        train_steps(engine, world, tokens, first=number, steps=1)
+        if world.rank == 0:  # alone, and the last rank updates late
+            with engine.sharding.parameters.unshard_all():
+                read.append({name: p.detach().clone() for name, p in engine.module.named_parameters()})
+        parameters = engine.state_dict()
+        for name, value in read[number].items() if world.rank == 0 else ():
+            assert torch.equal(value, parameters[name]), name
     engine.close()

@@ -40,8 +40,8 @@ def trained(world, folder, text, *, timeline="3:5", clock=None, trainer=mt.Train
     config = Config.from_dict({name: defaults.get(name, {}) | sections.get(name, {}) for name in defaults | sections})
     instance = trainer(config, world=world)
     if clock is not None:
-        assert isinstance(instance.callbacks[-1], TimelineRecorder)
-        instance.callbacks[-1] = TimelineRecorder(config, clock)
+        (at,) = [i for i, each in enumerate(instance.callbacks) if isinstance(each, TimelineRecorder)]
+        instance.callbacks[at] = TimelineRecorder(config, clock)
     with instance.working():
         assert instance.train() == 0
     world.barrier()

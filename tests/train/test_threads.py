@@ -93,7 +93,7 @@ def test_the_same_job_is_not_measured_again_when_it_resumes(world, folder, text,
         assert hints(world, folder / "run") == 1
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "more",
     [

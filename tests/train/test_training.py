@@ -131,6 +131,13 @@ def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(world, folder, t
         {"parallel": {"zero": 3, "share_node": False}, "train": {"microbatch": 2}, "checkpoint": {"files": "node"}},
         {"parallel": {"zero": 2}, "comm": {"compression": "topk"}},
         {"comm": {"compression": "powersgd"}},
+        {"comm": {"compression": "int4"}, "train": {"precision": "bf16"}},
+        {
+            "parallel": {"zero": 1, "share_node": False},
+            "comm": {"compression": "int8", "parameter_compression": "int8"},
+            "train": {"microbatch": 2},
+        },
+        {"parallel": {"zero": 3, "share_node": False}, "comm": {"parameter_compression": "int8"}},
     ],
     ids=str,
 )

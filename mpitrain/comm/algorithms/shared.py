@@ -8,8 +8,9 @@ written. Two ranks, two slices of two chunks:
     vector 0   [ 0  0 ]        [ 1  1 ]      Between the two fences, rank 0 touches only the chunks marked 0, and
     vector 1   [ 0  0 ]        [ 1  1 ]      rank 1 only those marked 1: it sums both vectors there and writes both.
 
-Vectors outside an arena can pass through three staging slots. While piece p is copied out of slot p % 3, piece p + 1
-is summed and piece p + 2 is copied in, with one fence per piece.
+Vectors outside an arena can pass through three staging slots. Piece p, which is chunk p of every slice, is copied out
+of slot p % 3 while piece p + 1 is summed and piece p + 2 is copied in, with one fence per piece. Each element is summed
+by the same rank, and so in the same order, as in an arena.
 """
 
 from __future__ import annotations
@@ -225,17 +226,20 @@ def shared_reduce(size: int, root: int, segments: int = 1, *, tree: bool = False
     return Program("shared reduce", size, reduce_of(size, size, root), steps, blocks=size, segments=segments, inbox=1)
 
 
-def staged_all_reduce(size: int, pieces: int, *, tree: bool = False) -> Program:
+def staged_all_reduce(size: int, segments: int, *, tree: bool = False) -> Program:
     """Build an all-reduce for vectors outside an arena: they pass in pieces through staging slots that the node shares.
 
-    Block p * size + q is slice q of piece p, which rank q sums.
+    Piece p consists of chunk p of every slice; rank q sums slice q, as in `shared_all_reduce`.
 
     Args:
         size: Number of ranks, all on one node.
-        pieces: Number of pieces of the vector; they pass through the slots one after another.
+        segments: Number of chunks per slice, and so of pieces; they pass through the slots one after another.
         tree: If true, sum in the order of a fixed binary tree over the ranks; otherwise each rank begins with its own
             vector.
     """
+
+    def chunk(piece: int, q: Ints) -> Span:
+        return _span(q * segments + piece)
 
     def slot(piece: int, q: Ints) -> Span:
         return _span(piece % _DEPTH * size + q, SLOT)
@@ -244,10 +248,10 @@ def staged_all_reduce(size: int, pieces: int, *, tree: bool = False) -> Program:
         # copy a piece of this rank's vector into its slot, except the slice that the rank sums itself
         for t in range(1, size):
             q = (rank + t) % size
-            yield Copy(rank, slot(piece, q), rank, _span(piece * size + q))
+            yield Copy(rank, slot(piece, q), rank, chunk(piece, q))
 
     def reduce(rank: Ints, piece: int) -> Iterator[Step]:  # sum this rank's slice of a piece over all ranks
-        mine = _span(piece * size + rank)
+        mine = chunk(piece, rank)
         if tree:  # operands in order of rank, so this rank's slice goes through the slot too
             yield Copy(rank, slot(piece, rank), rank, mine)
             parts = tuple((rank * 0 + q, slot(piece, rank)) for q in range(size))
@@ -261,21 +265,21 @@ def staged_all_reduce(size: int, pieces: int, *, tree: bool = False) -> Program:
         # copy the other ranks' sums of a piece into this rank's vector
         for t in range(1, size):
             q = (rank + t) % size
-            yield Copy(rank, _span(piece * size + q), q, slot(piece, q))
+            yield Copy(rank, chunk(piece, q), q, slot(piece, q))
 
     def steps(rank: Ints) -> Iterator[Step]:
         yield from fill(rank, 0)
         yield Fence()
-        for piece in range(pieces):
+        for piece in range(segments):
             yield from reduce(rank, piece)
-            if piece + 1 < pieces:
+            if piece + 1 < segments:
                 yield from fill(rank, piece + 1)
             yield Fence()
             yield from drain(rank, piece)
         yield Fence()  # the next vector may have another size, and then cuts the slots differently
 
-    blocks = pieces * size
-    return Program("staged all_reduce", size, all_reduce_of(size, blocks), steps, blocks=blocks, slots=_DEPTH * size)
+    goal, slots = all_reduce_of(size, size), _DEPTH * size
+    return Program("staged all_reduce", size, goal, steps, blocks=size, segments=segments, slots=slots)
 
 
 # -- Two levels: shared memory inside a node, messages between nodes; each local rank communicates its own slice.

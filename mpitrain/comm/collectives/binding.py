@@ -30,7 +30,8 @@ from mpitrain.comm.runtime.agreement import LINE, ROW, Board, Call, Register, Si
 from mpitrain.comm.runtime.compiling import Plan
 from mpitrain.comm.runtime.executor import Compiled, Layout, Reduction
 from mpitrain.comm.runtime.remote import Neighbours, probe
-from mpitrain.comm.selection import Algorithm, Algorithms, Setting, Tuning, fastest
+from mpitrain.comm.selection import Algorithm, Algorithms, Setting, fastest
+from mpitrain.comm.tuning import Tuning
 from mpitrain.errors import InputError
 
 _ORDERED = platform.machine() in ("x86_64", "AMD64")  # other ranks see stores in order; elsewhere MPI must sync them
@@ -430,6 +431,13 @@ class Binder:
             calls += [make_copy(staged, piece), inner, make_copy(piece, staged)]
             inners.append(inner)
         return Compiled(calls, inners)
+
+
+class Levels(NamedTuple):
+    """Binders of two groups of ranks: those of this node, and those with this rank's local rank on all nodes."""
+
+    node: Binder
+    across: Binder
 
 
 def sync_calls(arena: Arena | None) -> list[Call]:

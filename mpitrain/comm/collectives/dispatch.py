@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, Invocation, Ready, Tensors
+from mpitrain.comm.collectives.binding import Binder, CollectiveOperation, Invocation, Levels, Ready, Tensors
 from mpitrain.comm.collectives.transports.by_programs import DeviceCall, perform_through_host
 from mpitrain.comm.collectives.transports.choice import DeviceMemory, Transports, Way, perform_on_one_rank
 from mpitrain.comm.job.abort import Faults
@@ -36,7 +36,7 @@ from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.watchdog import FailureHandler, Watchdog
 from mpitrain.comm.runtime.work import QueuedOperation, StreamOrder, Streams, Work, Worker, in_stream_order
-from mpitrain.comm.selection import Tuning
+from mpitrain.comm.tuning import Tuning
 from mpitrain.errors import InputError
 
 # raised by a lookup in `ready`: the key is missing, or an argument is not a tensor, has no storage or no hash
@@ -126,9 +126,11 @@ class Dispatcher(Member):
             tensors, and not in debug mode.
         binder: Binds operations for the calling thread.
         probe: The all_reduce operation, with which the ways of carrying device memory are timed.
+        channel: Makes the communicator that compressed operations use inside.
     """
 
     probe: ClassVar[CollectiveOperation]
+    channel: ClassVar[type[Any]]  # Channel of comm.collectives.reducing
 
     def __init__(self, comm: MPI.Intracomm, topology: Topology, process: ProcessServices, label: str) -> None:
         super().__init__(topology, label)
@@ -145,6 +147,7 @@ class Dispatcher(Member):
         self._record = process.watchdog.record(label, topology.world_ranks)
         self._background_record = process.watchdog.record(f"{label} (async)", topology.world_ranks)
         self._transports: dict[Binder, Transports] = {}
+        self._levels: dict[Binder, Levels | None] = {}
         self._streams: Streams = {}  # for operations on a device in the background
         self._freed = False
         # a ready function counts only if the traffic counters were on when it was made
@@ -172,6 +175,35 @@ class Dispatcher(Member):
     def duplicate_of_node(self) -> MPI.Intracomm:
         """Return a new communicator of this node's ranks, which is freed with this one. Collective over the node."""
         return self._owned_comms.keep(self.binder.node.Dup())
+
+    def levels(self, async_op: bool) -> Levels | None:
+        """Return the binders of the two levels of nodes and ranks. The first call is collective.
+
+        Args:
+            async_op: If true, they are for an operation in the background.
+
+        Returns:
+            The binders; None unless there are several nodes, each with the same number of ranks, more than one.
+        """
+        binder = (self._background or self.binder) if async_op else self.binder
+        if binder not in self._levels:
+            self._levels[binder] = self._make_levels(binder)
+        return self._levels[binder]
+
+    def _make_levels(self, binder: Binder) -> Levels | None:
+        topology, process = self._topology, self.process
+        local_sizes = {topology.nodes.count(node) for node in topology.nodes}
+        if topology.num_nodes == 1 or len(local_sizes) > 1 or local_sizes == {1}:
+            return None
+        local = self.local_rank
+        peers = [r for r in range(self.size) if self.nodes[:r].count(self.nodes[r]) == local]
+        with self._record.during("split into nodes"):
+            across = self._owned_comms.keep(self._comm.Split(local, self.rank))
+        services = process.arenas, process.tuning, process.spare_cores < 0, process.proofs
+        inside, between = topology.subgroup(topology.neighbours, local), topology.subgroup(peers, across.rank)
+        return Levels(
+            Binder(binder.node, binder.node, inside, *services), Binder(across, MPI.COMM_SELF, between, *services)
+        )
 
     @property
     def overlaps(self) -> bool:
@@ -447,8 +479,8 @@ class Dispatcher(Member):
             for binder in (self.binder, self._background):
                 if binder in self._transports:
                     self._transports.pop(binder).free()
-                if binder is not None:
-                    binder.free()
+                for each in (*(self._levels.pop(binder, None) or ()), binder) if binder is not None else ():
+                    each.free()
             self._owned_comms.free()
         for record in (self._record, self._background_record):
             self.process.watchdog.forget(record)

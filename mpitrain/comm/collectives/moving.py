@@ -27,6 +27,8 @@ from mpitrain.comm.collectives.binding import (
     offsets,
 )
 from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes
+from mpitrain.comm.collectives.first_use import TunedOperation
+from mpitrain.comm.compression import Compression
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import library_volume
 from mpitrain.comm.memory.buffers import bytes_at, even_blocks, pieces, shares_memory, tensor_at, uneven_blocks
@@ -78,7 +80,7 @@ def _bind_broadcast(binder: Binder, x: Tensor, root: int, algorithm: str) -> Com
     return binder.compile(program, binder.layout_in_place(program, x, neighbours), None, arena, description=description)
 
 
-BROADCAST = CollectiveOperation(
+BROADCAST = TunedOperation(
     "broadcast",
     _bind_broadcast,
     parameters=("root", "algorithm"),
@@ -96,6 +98,7 @@ def all_gather(
     async_op: bool = False,
     *,
     counts: Sequence[int] | None = None,
+    compression: Compression | None = None,
 ) -> Work | None:
     """Gather the x of all ranks into every rank's out, in order of rank. Collective.
 
@@ -105,6 +108,7 @@ def all_gather(
         algorithm: auto, mpi, ring, halving, shared, or a registered algorithm.
         async_op: If true, return at once with a `Work`; do not touch either tensor before it is complete.
         counts: Number of elements of each rank's block; by default all blocks have the length of x.
+        compression: Sends fewer bytes (`mpitrain.comm.compression.Int8`): out gets rounded blocks, this rank's own too.
 
     Shape:
         out: sum(counts) elements. x: counts[rank] elements.
@@ -119,10 +123,31 @@ def all_gather(
         ready = comm.ready["all_gather", out.data_ptr(), out.numel(), out.dtype, block, algorithm, counts]
     except NOT_READY:
         ready = None
-    if ready is not None and not async_op and x.is_contiguous() and out.is_contiguous():
+    if ready is not None and not async_op and compression is None and x.is_contiguous() and out.is_contiguous():
         ready(out)
         return None
+    if compression is not None:
+        make_call = partial(_make_compressed_gather, comm, compression, counts)
+        return comm.begin(make_call, async_op, (out, x), (True, False))
     return comm.call(ALL_GATHER, async_op, (out, x), (True, False), algorithm, counts)
+
+
+def _make_compressed_gather(
+    comm: Dispatcher, compression: Compression, counts: Sequence[int] | None, out: Tensor, x: Tensor
+) -> Invocation:
+    """Return the call of a compressed all_gather; its collectives all run in the thread that performs it."""
+    blocks = block_sizes(comm, "all_gather", x, out, counts, "x", "out")
+    if min(blocks) != max(blocks):
+        raise InputError("a compressed all_gather needs blocks of equal length; leave out counts or compression")
+    compression.check(x.dtype, "sum")
+
+    def bind(binder: Binder, out: Tensor, x: Tensor) -> Call:
+        return partial(compression.all_gather, comm.channel(comm, binder), out, x)
+
+    written, name = (True, False), compression.name
+    return Invocation(
+        "all_gather", bind, (out, x), written, compared_values=str(compression), on_device=True, algorithm=name
+    )
 
 
 def _placed_all_gather(rank: int, out: Tensor, x: Tensor, name: str, counts: Sequence[int] | None) -> Tensor | None:
@@ -171,7 +196,7 @@ def _bind_all_gather(binder: Binder, out: Tensor, x: Tensor, algorithm: str, cou
     return Compiled([*place, inner], [inner])
 
 
-ALL_GATHER = CollectiveOperation(
+ALL_GATHER = TunedOperation(
     "all_gather",
     _bind_all_gather,
     parameters=("algorithm", "counts"),

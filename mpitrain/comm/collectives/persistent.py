@@ -106,7 +106,8 @@ def persistent(operation: Callable[..., Any]) -> Callable[..., PersistentCall]:
     init.__doc__ = f"""Return a `PersistentCall` of `{name}`, which is repeated with little overhead. Collective.
 
     Args:
-        *args, **kwargs: Arguments of `{name}`, without async_op. Results are written into the same tensors each time.
+        *args: Arguments of `{name}`. Results are written into the same tensors each time.
+        **kwargs: Keyword arguments of `{name}`, without async_op.
 
     Raises:
         InputError: As `{name}` does, or the call is asynchronous.

@@ -24,15 +24,16 @@ from mpitrain.comm.algorithms.shared import COMPLETE, READ, deferred_reduce_scat
 from mpitrain.comm.collectives.binding import (
     NOTHING,
     Binder,
-    CollectiveOperation,
     Invocation,
+    Levels,
     make_copy,
     make_scaling,
     offsets,
 )
 from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_sizes
-from mpitrain.comm.collectives.moving import ALL_GATHER
-from mpitrain.comm.compression import Bucket, Compression
+from mpitrain.comm.collectives.first_use import TunedOperation
+from mpitrain.comm.collectives.moving import ALL_GATHER, ALL_TO_ALL
+from mpitrain.comm.compression import Bucket, Collectives, Compression
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Note, Volume, library_volume
 from mpitrain.comm.memory.buffers import shares_memory, typed_buffer, typed_buffers
@@ -63,8 +64,8 @@ def all_reduce(
         x: A contiguous tensor or array, with the same size and dtype on all ranks.
         op: sum, product, min, max or avg. Integers wrap on overflow; their average is the sum divided by the number of
             ranks and rounded toward zero.
-        algorithm: auto, mpi, ring, tree, halving, shared, two_level, or a registered algorithm. Sums of 8-bit and
-            16-bit integers use halving instead of mpi, because those of Open MPI saturate.
+        algorithm: auto, mpi, ring, tree, halving, shared, staged, two_level, or a registered algorithm. Sums of 8-bit
+            and 16-bit integers use halving instead of mpi, because those of Open MPI saturate.
         async_op: If true, return at once with a `Work`; do not touch x before it is complete.
         compression: Sends fewer bytes and gives an approximate sum or avg, see `mpitrain.comm.compression`; the same on
             all ranks.
@@ -83,7 +84,7 @@ def all_reduce(
         ready(x)
         return None
     if compression is not None:
-        compressed = partial(_make_compressed_call, comm, compression, op, algorithm, reproducible)
+        compressed = partial(_make_compressed_call, comm, compression, op, algorithm, reproducible, async_op)
         return comm.begin(compressed, async_op, (x,), (True,))
     return comm.call(ALL_REDUCE, async_op, (x,), (True,), op, algorithm, reproducible)
 
@@ -92,17 +93,27 @@ class Channel:
     """Communicator that a compressed operation uses inside, so that all of its steps count as one operation.
 
     Attributes:
-        size: Number of ranks.
+        size, rank: Number of ranks, and this rank.
+        nodes: Node number of each rank.
+        levels: Channels of the ranks of this node, and of the ranks with this local rank on all nodes; None if the
+            operation does not distinguish them.
     """
 
-    def __init__(self, comm: Dispatcher, binder: Binder) -> None:
+    def __init__(self, comm: Dispatcher, binder: Binder, levels: Levels | None = None) -> None:
         """Wrap a communicator.
 
         Args:
             comm: The communicator.
             binder: Binder of the thread that performs the operation.
+            levels: Binders of the same thread for the two levels.
         """
-        self.size, self._perform = comm.size, partial(comm.perform, binder)
+        self.size, self.rank, self.nodes = binder.topology.size, binder.topology.rank, binder.topology.nodes
+        self._perform = partial(comm.perform, binder)
+        self.levels: tuple[Collectives, Collectives] | None = None
+        if levels is not None:
+            for level in levels:
+                level.volume = binder.volume  # what they move counts as a part of this operation
+            self.levels = Channel(comm, levels.node), Channel(comm, levels.across)
 
     def all_reduce(self, x: Tensor, op: str = "sum", algorithm: str = "auto", *, reproducible: bool = False) -> None:
         """Reduce x over all ranks, as `all_reduce` does. Collective.
@@ -115,18 +126,50 @@ class Channel:
         """
         self._perform(ALL_REDUCE, (x,), (True,), op, algorithm, reproducible)
 
-    def all_gather(self, out: Tensor, x: Tensor) -> None:
-        """Gather the x of all ranks, which have equal lengths, into every rank's out. Collective.
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: str, counts: Sequence[int]) -> None:
+        """Reduce x over all ranks; out receives this rank's block. Collective.
+
+        Args:
+            out: Receives the block; it may be this rank's block of x.
+            x: One block per rank.
+            op: sum or avg.
+            counts: Number of elements of each block.
+        """
+        self._perform(REDUCE_SCATTER, (x, out), (False, True), op, _uneven(counts), "auto", False)
+
+    def all_gather(self, out: Tensor, x: Tensor, counts: Sequence[int] | None = None) -> None:
+        """Gather the x of all ranks into every rank's out. Collective.
 
         Args:
             out: Receives all blocks, in order of rank.
-            x: This rank's block.
+            x: This rank's block; it may be a part of out.
+            counts: Number of elements of each block; by default all blocks have the length of x.
         """
-        self._perform(ALL_GATHER, (out, x), (True, False), "auto", None)
+        self._perform(ALL_GATHER, (out, x), (True, False), "auto", _uneven(counts or ()))
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> None:
+        """Send block r of x to every rank r, and receive block s of out from every rank s. Collective.
+
+        Args:
+            out: Receives the blocks, which have equal lengths.
+            x: Blocks to send.
+        """
+        self._perform(ALL_TO_ALL, (x, out), (False, True))
+
+
+def _uneven(counts: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the lengths of blocks as operations take them: None if all are equal."""
+    return tuple(counts) if len(set(counts)) > 1 else None
 
 
 def _make_compressed_call(
-    comm: Dispatcher, compression: Compression | Bucket, op: str, algorithm: str, reproducible: bool, x: Tensor
+    comm: Dispatcher,
+    compression: Compression | Bucket,
+    op: str,
+    algorithm: str,
+    reproducible: bool,
+    async_op: bool,
+    x: Tensor,
 ) -> Invocation:
     """Return the call of a compressed all_reduce; its collectives all run in the thread that performs it."""
     bucket = compression if isinstance(compression, Bucket) else Bucket(compression, None, None)
@@ -134,9 +177,11 @@ def _make_compressed_call(
     if reproducible:
         raise InputError("a compressed sum depends on the number of ranks; leave out reproducible or compression")
 
+    levels = comm.levels(async_op) if bucket.compression.two_level and x.is_cpu else None
+
     def bind(binder: Binder, x: Tensor) -> Call:
-        act, channel = bucket.compression.all_reduce, Channel(comm, binder)
-        return partial(act, channel, x, op, algorithm, key=bucket.key, shapes=bucket.shapes)
+        act, channel = bucket.compression.all_reduce, Channel(comm, binder, levels)
+        return partial(act, channel, x, op, algorithm, key=bucket.key, shapes=bucket.shapes, whole=bucket.whole)
 
     compared, name = (op, algorithm, str(compression)), bucket.compression.name
     return Invocation("all_reduce", bind, (x,), (True,), compared_values=compared, on_device=True, algorithm=name)
@@ -173,11 +218,13 @@ def _bind_all_reduce(
         volume = library_volume(binder.topology, "all_reduce", x.nbytes)
         return Compiled([*calls, *make_scaling(x, reduction)], volume=volume)
     if chosen.reach:
-        arena, neighbours = binder.reach(x)
-        if neighbours is not None:
-            setting = replace(setting, memory="reachable")
-        elif arena is None and (not chosen.stages or binder.staging() is None):
-            return _bind_all_reduce(binder, x, op, "ring", reproducible)
+        neighbours = binder.reach(x)[1]
+        setting = setting if neighbours is None else replace(setting, memory="reachable")
+    unreached = chosen.reach and setting.memory == "private"
+    if (unreached and not chosen.stages) or (
+        chosen.stages and (unreached or not chosen.reach) and not binder.staging()
+    ):
+        return _bind_all_reduce(binder, x, op, "ring", reproducible)
     program = binder.program(chosen, setting)
     if x.dtype in HALVES and program.sends_partial_sums:
         return binder.bind_widened(x, lambda wide: _bind_all_reduce(binder, wide, op, name, reproducible, description))
@@ -190,7 +237,7 @@ def _bind_all_reduce(
     )
 
 
-ALL_REDUCE = CollectiveOperation(
+ALL_REDUCE = TunedOperation(
     "all_reduce",
     _bind_all_reduce,
     parameters=("op", "algorithm", "reproducible"),
@@ -260,7 +307,7 @@ def _bind_reduce(binder: Binder, x: Tensor, op: str, root: int, algorithm: str) 
     return Compiled([inner], [inner, sums])
 
 
-REDUCE = CollectiveOperation(
+REDUCE = TunedOperation(
     "reduce",
     _bind_reduce,
     parameters=("op", "root", "algorithm"),
@@ -378,7 +425,7 @@ def _bind_reduce_scatter(
     return Compiled([inner, make_copy(out, whole[first : first + out.numel()])], [inner, whole])
 
 
-REDUCE_SCATTER = CollectiveOperation(
+REDUCE_SCATTER = TunedOperation(
     "reduce_scatter",
     _bind_reduce_scatter,
     parameters=("op", "counts", "algorithm", "reproducible"),

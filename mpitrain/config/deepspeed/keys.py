@@ -108,7 +108,10 @@ ONE_IS_OFF = {
 # the fix that the error for a refused key suggests; the default is to remove the key
 _16_BIT = 'enable "bf16" or "fp16", which use autocast and fp32 master weights, or remove it'
 _WITHIN_NODES = 'remove it, or use an mpitrain configuration with parallel.shard_within = "node"'
-_FEWER_BYTES = 'remove it, or set communication_data_type "bf16"; an mpitrain configuration has comm.compression'
+_FEWER_BYTES = (
+    'remove it, or set communication_data_type "bf16"; an mpitrain configuration has comm.compression and '
+    "comm.parameter_compression"
+)
 _ORDER = "remove it, and sort the samples in the order in which they must be trained"
 INSTEAD = {
     "amp": f"Apex is not supported; {_16_BIT}",

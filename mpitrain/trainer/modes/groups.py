@@ -523,9 +523,9 @@ def refuse_incompatible_settings(config: Config) -> None:
             f"parallel.warm {parallel.warm} leaves none of train.steps {config.train.steps} for parallel.mode "
             "local; reduce parallel.warm, or use parallel.mode sync"
         )
-    if parallel.local_compression in ("topk", "powersgd") and parallel.ranks_per_data > 1:
+    if parallel.local_compression in ("int8", "int4", "topk", "powersgd") and parallel.ranks_per_data > 1:
         raise refusal(
-            f"parallel.local_compression {parallel.local_compression} drops different elements on each rank "
+            f"parallel.local_compression {parallel.local_compression} rounds or drops different elements on each rank "
             "that has a copy of a parameter, and a divided model has copies; use fp16 or bf16"
         )
 

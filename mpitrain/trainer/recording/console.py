@@ -169,6 +169,8 @@ def parallel_text(trainer: Run) -> str:
         words.append(f"zero {parallel.zero}")
     if config.comm.compression != "none":
         words.append(f"compression {config.comm.compression}")
+    if config.comm.parameter_compression != "none":
+        words.append(f"parameters gathered as {config.comm.parameter_compression}")
     if config.train.recompute:
         words.append("recompute")
     if config.run.reproducible:

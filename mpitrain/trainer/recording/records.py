@@ -32,7 +32,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from mpitrain.comm.compression import TopK
+from mpitrain.comm.compression import Compression
 from mpitrain.comm.job.traffic import bytes_sent
 from mpitrain.comm.memory.device import is_accelerator, memory_bytes
 from mpitrain.layout.mesh import LAYERS, PARTS
@@ -369,24 +369,30 @@ def data_bytes(sharding: Sharding, microbatches: int, *, staged: bool = False) -
     passes = microbatches if gradients.reduces_each_pass and not staged else 1
     gathered = sharding.parameters.list_gathers(1 if staged else microbatches)
     replicas = 1 if reduction.replicas is None else reduction.replicas.size
-    if reduction.compression is None:
+    compression = reduction.compression
+    if compression is None:
         nbytes = sum(g.layout.numel * (sharding.reduce_dtype or g.dtype).itemsize for g in sharding.groups)
         return bytes_along_data(
             nbytes, reduction.comm.size, gathered, sharded=sharding.stage.states, passes=passes, replicas=replicas
         )
-    return passes * _compressed_bytes(sharding) + bytes_along_data(0, 1, gathered)
+    return passes * _compressed_bytes(sharding, compression) + bytes_along_data(0, 1, gathered)
 
 
-def _compressed_bytes(sharding: Sharding) -> float:
+def _compressed_bytes(sharding: Sharding, compression: Compression) -> float:
     """Return the bytes that a rank sends for one reduction of all gradients with compression."""
     reduction, sent = sharding.gradients.reduction, 0.0
-    assert reduction.compression is not None
-    ranks = reduction.comm.size
+    ranks, replicas = reduction.comm.size, reduction.replicas
     for number, (g, b) in enumerate(bucket_indices(sharding.groups)):
         group = sharding.groups[g]
         lo, hi = group.layout.bounds[b : b + 2]
         dtype, bucket = sharding.reduce_dtype or group.dtype, reduction.compression_of(group, b, (number,))
-        wire = reduction.compression.bytes_on_wire(hi - lo, dtype, bucket.shapes if bucket is not None else None)
-        gathers = isinstance(reduction.compression, TopK)
-        sent += (ranks - 1) * wire if gathers else bytes_sent("all_reduce", wire, ranks)
+        if bucket is not None:
+            whole = not sharding.stage.states
+            sent += compression.bytes_sent(reduction.comm.nodes, hi - lo, dtype, bucket.shapes, whole=whole)
+        else:
+            sent += bytes_sent("reduce_scatter", (hi - lo) * dtype.itemsize, ranks)
+        if replicas is not None and bucket is None:
+            sent += compression.bytes_sent(replicas.nodes, (hi - lo) // ranks, dtype)
+        elif replicas is not None:
+            sent += bytes_sent("all_reduce", (hi - lo) * dtype.itemsize / ranks, replicas.size)
     return sent
