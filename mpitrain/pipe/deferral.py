@@ -1,19 +1,21 @@
 """Choice, by measurement, of the layers whose weight gradients a schedule with halved backward passes defers.
 
 Halving a backward pass costs time: the weight half runs autograd's engine once for every layer. It pays only if the
-weight half fills a gap in which the rank would wait. The first batches therefore measure, for each graph of a stage
-(a few blocks, see `pipe.stage`), the whole backward pass in every second microbatch, and both halves in the others. The
-schedule is then simulated with these times, and a graph is halved only where that ends the batch earlier.
+weight half fills a gap in which the rank would wait. The first batches therefore measure each graph of a stage (a few
+blocks, see `pipe.stage`): the whole backward pass in every second batch, and both halves in the others. The schedule is
+then simulated with these times, and a graph is halved only where that ends the batch earlier.
 
     deferred        BackwardInput: input half            BackwardWeight: weight half
     not deferred    BackwardInput: whole backward pass   BackwardWeight: nothing
 
-Times are the thread's CPU time, which other programs on the same core do not lengthen. The gradients are the same
-either way.
+Times are the thread's CPU time, which other programs on the same core do not lengthen. The gradients are the same bit
+by bit either way, because within a batch a graph's gradients are added in the order of the microbatches. Graphs that
+share a parameter with another graph of the rank are always deferred: their order would change.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,29 +62,27 @@ class StageTimes:
     Attributes:
         forward: Seconds of each forward pass.
         backward: Seconds by graph and kind: "whole", "input" or "weight".
+        halves: If true, backward passes run in halves; set for each batch.
     """
 
     forward: list[float] = field(default_factory=list)
     backward: dict[tuple[int, str], list[float]] = field(default_factory=dict)
-    _passes: int = 0
-
-    def halves_next(self) -> bool:
-        """Return whether the next backward pass runs in halves: every second one does."""
-        self._passes += 1
-        return self._passes % 2 == 1
+    halves: bool = True
 
     def timed(self, graph: int, kind: str, call: Callable[[], T]) -> T:
         """Run a part of a graph's backward pass, record its time, and return its result."""
         return timed(self.backward.setdefault((graph, kind), []), call)
 
-    def shortest(self, graphs: int, recompute: bool) -> StageSeconds | None:
+    def shortest(self, choosable: Sequence[bool], recompute: bool) -> StageSeconds | None:
         """Return the shortest times, or None if a time is missing.
 
         Args:
-            graphs: Number of the stage's graphs.
+            choosable: For each graph of the stage, whether its backward pass may be whole; if not, that takes forever.
             recompute: If true, forward runs again before each backward pass, which counts as part of it.
         """
-        kinds = [[self.backward.get((graph, kind), []) for kind in GraphSeconds._fields] for graph in range(graphs)]
+        kinds = [[self.backward.get((g, kind), []) for kind in GraphSeconds._fields] for g in range(len(choosable))]
+        for of_graph, may_be_whole in zip(kinds, choosable, strict=True):
+            of_graph[0] = of_graph[0] if may_be_whole else [math.inf]
         if not self.forward or not all(times for of_graph in kinds for times in of_graph):
             return None
         seconds, forward = [GraphSeconds(*map(min, of_graph)) for of_graph in kinds], min(self.forward)

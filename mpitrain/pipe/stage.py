@@ -79,6 +79,7 @@ class Stage:
 
     Attributes:
         times: Times of the passes while they are measured for `defer`; None to measure nothing.
+        choosable: For each graph, whether its weight half need not be deferred; see `graph_parameters`.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], *, first: bool, recompute: bool, halves: bool = False) -> None:
@@ -88,9 +89,18 @@ class Stage:
             for number, block in enumerate(self.blocks)
         ]
         self.deferred = (True,) * (1 + sum(self._breaks_before))  # for each graph, whether its weight half is deferred
+        self.choosable = [True] * len(self.deferred)
         self.times: StageTimes | None = None
         self._terms = terms_in(self.blocks)
         self._copies_input = not first and bool(self.blocks) and _begins_in_place(self.blocks[0])
+
+    def graph_parameters(self) -> list[set[nn.Parameter]]:
+        """Return the parameters of each graph into which backward in halves divides the stage."""
+        graphs = [set[nn.Parameter]()]
+        for block, begins_graph in zip(self.blocks, self._breaks_before, strict=True):
+            graphs += [set()] if begins_graph else []
+            graphs[-1].update(block.parameters())
+        return graphs
 
     def defer(self, deferred: tuple[bool, ...]) -> None:
         """Set for each graph whether `backward_input` leaves its weight half to `backward_weight`; end measuring."""
@@ -101,7 +111,7 @@ class Stage:
 
     def shortest_times(self) -> StageSeconds | None:
         """Return the shortest measured times; None if a time is missing."""
-        return None if self.times is None else self.times.shortest(len(self.deferred), self.recompute)
+        return None if self.times is None else self.times.shortest(self.choosable, self.recompute)
 
     def forward(
         self,
@@ -166,21 +176,19 @@ class Stage:
             gradients: Gradients of the outputs that require one; unused on the last stage, whose output is the loss.
         """
         roots, values = self._roots(saved, gradients)
-        halves = self.times is None or self.times.halves_next()
         for graph in range(len(saved.joints), 0, -1):
             joint = saved.joints[graph - 1]
-            input_gradients = self._backward_graph(saved, graph, halves, roots, values, [leaf for _, leaf in joint])
+            input_gradients = self._backward_graph(saved, graph, roots, values, [leaf for _, leaf in joint])
             reached = [(t, g) for (t, _), g in zip(joint, input_gradients, strict=True) if g is not None]
             roots, values = [t for t, _ in reached], [g for _, g in reached]
         inputs = self._inputs(saved)
-        input_gradients = self._backward_graph(saved, 0, halves, roots, values, inputs)
+        input_gradients = self._backward_graph(saved, 0, roots, values, inputs)
         return [_complete(g, t) for g, t in zip(input_gradients, inputs, strict=True)]
 
     def _backward_graph(
         self,
         saved: SavedForward,
         graph: int,
-        halves: bool,
         roots: list[torch.Tensor],
         values: list[torch.Tensor],
         inputs: list[torch.Tensor],
@@ -190,7 +198,6 @@ class Stage:
         Args:
             saved: Data that `forward` returned; the weight half is added to it.
             graph: Number of the graph in the stage.
-            halves: If false, no weight half is deferred.
             roots: Tensors that the backward pass starts from.
             values: Their gradients.
             inputs: Leaves of the graph whose gradients are needed.
@@ -212,7 +219,7 @@ class Stage:
             return backward_inputs(roots, values, inputs) if inputs else ([], whole)  # no rank waits without inputs
 
         times = self.times
-        if not halves or not self.deferred[graph]:
+        if not self.deferred[graph] or (times is not None and not times.halves and self.choosable[graph]):
             return whole() if times is None else times.timed(graph, "whole", whole)
         gradients, weights = input_half() if times is None else times.timed(graph, "input", input_half)
         saved.weights.append(weights if times is None else partial(times.timed, graph, "weight", weights))

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from pipe.pipe_models import SCHEDULES, even, layers, mean_square, numbers, train_both
+from pipe.pipe_models import SCHEDULES, even, gpt, layers, mean_square, numbers, train_both
 
 from mpitrain.pipe.deferral import GraphSeconds, StageSeconds, StageTimes, choose_deferred, costs_of
 from mpitrain.pipe.pipeline import Pipeline
@@ -79,39 +79,64 @@ def test_a_stage_that_defers_nothing_has_all_gradients_after_its_input_half():
     assert module.weight.grad is not None and saved.weights == []
 
 
-def test_every_second_backward_pass_is_measured_whole():
+def test_halves_and_whole_passes_are_measured_in_different_batches():
     stage = Stage([torch.nn.Linear(4, 4)], first=False, recompute=False, halves=True)
     stage.times = StageTimes()
-    for number in range(4):
-        assert (stage.shortest_times() is None) == (number < 2)
+    for halves in (True, True, False):
+        assert stage.shortest_times() is None
+        stage.times.halves = halves
         output, saved = stage.forward(torch.randn(2, 4, requires_grad=True))
         stage.backward_input(saved, [torch.ones_like(output)])
-        assert bool(saved.weights) == (number % 2 == 0)
+        assert bool(saved.weights) == halves
         stage.backward_weight(saved)
+    assert stage.shortest_times() is not None
     assert {key: len(times) for key, times in stage.times.backward.items()} == {
         (0, "input"): 2,
         (0, "weight"): 2,
-        (0, "whole"): 2,
+        (0, "whole"): 1,
     }
+
+
+def test_graphs_that_share_a_parameter_are_always_deferred():
+    shared = torch.nn.Linear(4, 4)
+    stage = Stage([torch.nn.Linear(4, 4), *[shared] * 7], first=False, recompute=False, halves=True)
+    assert [shared.weight in graph for graph in stage.graph_parameters()] == [True, True]
+    stage.choosable, stage.times = [False, False], StageTimes(halves=False)
+    output, saved = stage.forward(torch.randn(2, 4, requires_grad=True))
+    stage.backward_input(saved, [torch.ones_like(output)])
+    assert len(saved.weights) == 2
+    stage.backward_weight(saved)
+    seconds = stage.shortest_times()
+    schedule = make_schedule("zero-bubble", 1, 4, 1)
+    assert seconds is not None and choose_deferred(schedule, [{0: seconds}], shared=False) == [(True, True)]
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", ["zb-h1", "zb-v"])
 def test_training_ends_measuring_with_equal_bits(world, kind):
-    batches = [numbers(count) for count in (4, 1, 2, 4, 4, 4)]
+    batches = [numbers(count) for count in (4, 1, 2, 4, 4, 4, 4)]
     pipeline, _, results = train_both(world, layers, lambda m: mean_square, SCHEDULES[kind], batches)
     assert [(loss, error) for loss, _, error in results] == [(expected, 0.0) for _, expected, _ in results]
     assert all(stage.times is None for stage in pipeline._stages.values())
 
 
 @pytest.mark.ranks(2, 3)
-def test_every_rank_makes_one_choice_from_the_times_of_every_stage(world):
+@pytest.mark.parametrize("deferred", [False, True])
+def test_every_rank_makes_one_choice_from_the_times_of_every_stage(world, deferred):
     pipeline = Pipeline(layers(), mean_square, world, **SCHEDULES["zb-h1"])
-    for _ in range(3):
+    for _ in range(5):
         pipeline.forward_backward(numbers(4), even(4))
-    for stage in pipeline._stages.values():  # halves that cost far more than the whole
-        stage.times.backward = {
-            (0, kind): [seconds] for kind, seconds in (("whole", 1.0), ("input", 1.0), ("weight", 9.0))
-        }
+    for stage in pipeline._stages.values():
+        whole, of_input, weight = (3.0, 1.0, 1.0) if deferred else (1.0, 1.0, 9.0)
+        for kind, seconds in (("whole", whole), ("input", of_input), ("weight", weight)):
+            stage.times.backward[0, kind] = [seconds]
     pipeline.forward_backward([], [])
-    assert all(stage.deferred == (False,) for stage in pipeline._stages.values())
+    assert [(stage.deferred, stage.times) for stage in pipeline._stages.values()] == [((deferred,), None)]
+
+
+@pytest.mark.ranks(2)
+def test_a_parameter_in_two_stages_of_a_rank_fixes_the_choice(world):
+    model = gpt()
+    pipeline = Pipeline(model, model.loss, world, **SCHEDULES["zb-v"])  # embedding and head, on rank 0
+    choosable = [all(stage.choosable) for stage in pipeline._stages.values()]
+    assert choosable == [world.rank != 0] * 2
