@@ -177,9 +177,8 @@ class StageMessages:
         """
         self._sending = [work for work in self._sending if not work.done()]
         for t in tensors:
-            self._sending.append(
-                self.comm.isend(t.detach().to(self.device).contiguous(), to, _GRADIENT if gradient else _OUTPUT)
-            )
+            t = t.detach().to(self.device).contiguous()
+            self._sending.append(self.comm.isend(t, to, _GRADIENT if gradient else _OUTPUT, header=False))
 
     def receive(
         self, specs: Sequence[TensorMeta], source: int, gradient: bool
@@ -195,7 +194,8 @@ class StageMessages:
             New tensors on the device, and the works to wait for before they are used.
         """
         tensors = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in specs]
-        return tensors, [self.comm.irecv(t, source, _GRADIENT if gradient else _OUTPUT) for t in tensors]
+        tag = _GRADIENT if gradient else _OUTPUT
+        return tensors, [self.comm.irecv(t, source, tag, header=False) for t in tensors]
 
     def finish(self) -> None:
         """Wait until all sends have completed."""
@@ -213,7 +213,7 @@ class StageMessages:
         number = torch.tensor([loss], dtype=torch.float64)
         if self.comm.rank == root:
             others = (rank for rank in range(self.comm.size) if rank != root)
-            self._sending += [self.comm.isend(number, rank, _LOSS) for rank in others]
+            self._sending += [self.comm.isend(number, rank, _LOSS, header=False) for rank in others]
         else:
-            self.wait(self.comm.irecv(number, root, _LOSS))
+            self.wait(self.comm.irecv(number, root, _LOSS, header=False))
         return float(number)
