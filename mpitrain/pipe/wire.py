@@ -1,7 +1,8 @@
 """Tensors that stages exchange: one tensor or a tuple of them, with shapes that both ranks know.
 
 A header carries the shapes the first time. Both ranks remember them for microbatches of the same shapes, and later
-messages contain only the tensors' bytes.
+messages contain only the tensors' bytes. All messages therefore have lengths that the receiver knows, and need no
+header of the communicator's own (`header=False`).
 
     header   [length] then int64: single, number, then for each tensor: dtype, needs gradient, dimensions, sizes
 """
@@ -156,15 +157,15 @@ class StageMessages:
             to: Rank that receives the header.
         """
         header = spec.header()
-        self._sending.append(self.comm.isend(torch.tensor([len(header)]), to, _HEADER))
-        self._sending.append(self.comm.isend(header, to, _HEADER))
+        self._sending.append(self.comm.isend(torch.tensor([len(header)]), to, _HEADER, header=False))
+        self._sending.append(self.comm.isend(header, to, _HEADER, header=False))
 
     def receive_header(self, source: int) -> OutputSpec:
         """Receive the shapes of the next output from another rank. Waits for them."""
         length = torch.empty(1, dtype=torch.int64)
-        self.wait(self.comm.irecv(length, source, _HEADER))
+        self.wait(self.comm.irecv(length, source, _HEADER, header=False))
         header = torch.empty(int(length), dtype=torch.int64)
-        self.wait(self.comm.irecv(header, source, _HEADER))
+        self.wait(self.comm.irecv(header, source, _HEADER, header=False))
         return OutputSpec.from_header(header)
 
     def send(self, tensors: Sequence[torch.Tensor], to: int, gradient: bool) -> None:
