@@ -26,7 +26,7 @@ from mpitrain.pipe.simulate import Costs, PreparedSchedule
 
 T = TypeVar("T")
 _LEAST_GAIN = 0.995  # a choice must take at most this fraction of another's time to replace it
-_MOST_SIMULATED = 400  # choices that are simulated
+_MOST_SIMULATED = 2_000_000  # steps that are simulated, about two seconds
 
 
 class GraphSeconds(NamedTuple):
@@ -126,7 +126,7 @@ def choose_deferred(
     cheap = [tuple(g.input + g.weight <= g.whole for g in stage.graphs) for stage in stages]
     if shared:
         return cheap
-    prepared, budget = PreparedSchedule(schedule), _MOST_SIMULATED
+    prepared, budget = PreparedSchedule(schedule), _MOST_SIMULATED // max(1, sum(map(len, schedule.steps)))
 
     def end_of(deferred: Deferred) -> float:
         return max(prepared.ends(costs_of(stages, deferred)))
