@@ -201,10 +201,7 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
     names, halves = {name: name for name in _CONTENDERS}, {"fp16": "fp16", "bf16": "bf16", "library": "library fp16"}
     pairs = [("library", "arena"), ("gloo", "arena"), ("arena", "memcpy"), ("library", "tensor")]
     of_halves = [("library", "fp16"), ("library", "bf16")]
-    both, compared = (
-        {name: name for name in ("arena", "tensor", "library")},
-        [("library", "arena"), ("library", "tensor")],
-    )
+    both, compared = {n: n for n in ("arena", "tensor", "library")}, [("library", "arena"), ("library", "tensor")]
     for ranks, result in results.items():
         at = f"{ranks} ranks"
         tables += [
@@ -388,11 +385,8 @@ def _device_contenders(
 
 def _call(comm: Communicator, operation: str, x: torch.Tensor, block: torch.Tensor) -> Callable[[], object]:
     """Return a call of `operation` on a rank's whole vector `x` and its `block`."""
-    if operation == "all_reduce":
-        return partial(comm.all_reduce, x)
-    return (
-        partial(comm.reduce_scatter, block, x) if operation == "reduce_scatter" else partial(comm.all_gather, x, block)
-    )
+    arguments = {"all_reduce": (x,), "reduce_scatter": (block, x), "all_gather": (x, block)}
+    return partial(getattr(comm, operation), *arguments[operation])
 
 
 def _until_done(device: torch.device, call: Callable[[], object]) -> None:

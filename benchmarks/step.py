@@ -1,4 +1,4 @@
-"""A training step by DDP and ZeRO-0, 1, 2, 3, beside torch DDP and FSDP2.
+"""A training step by DDP and ZeRO-0, 1, 2, 3, beside torch DDP, FSDP2 and DeepSpeed.
 
 A measurement is one training step: the gradients of this rank's batch, their reduction, and the update. Drawing the
 batch is not timed. All contenders train the same GPT (about 20 M parameters, fp32) from the same weights on the same
@@ -10,6 +10,7 @@ tokens with torch's fused AdamW, in turns in the same processes. If their losses
     DistributedDataParallel  `mpitrain.DistributedDataParallel` in a loop of its own
     torch DDP                over gloo, with gradients as views of the buckets
     FSDP2                    `fully_shard` on each block and on the model, over gloo
+    DeepSpeed                ZeRO-1, 2, 3 over gloo, if it is installed (extra `peers`)
 
 There are two batches: one sample of 128 tokens per rank, where communication and update matter most, and four samples.
 All data of a step is in main memory when its turn comes, because the other contenders have moved hundreds of megabytes
@@ -94,13 +95,10 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
     """
     if asked_for_device(options):
         return report_on_device(results)
-    tables = []
-    for ranks, numel, batch, stats in _each(results):
-        tables.append(_times(ranks, numel, batch, stats))
+    tables = [_times(*each) for each in _each(results)]
     targets = [t for ranks, _, batch, stats in _each(results) if batch == HEAVY for t in _targets(ranks, stats)]
-    return Report(
-        "A training step", tables, targets, [_panels(ranks, b, stats) for ranks, _, b, stats in _each(results)]
-    )
+    panels = [_panels(ranks, batch, stats) for ranks, _, batch, stats in _each(results)]
+    return Report("A training step", tables, targets, panels)
 
 
 def _each(results: dict[int, Result]) -> list[tuple[int, int, str, Stats]]:
@@ -174,7 +172,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def parser() -> BenchmarkParser:
     """Return the options of the benchmark."""
-    what = "Compare a training step of DDP and ZeRO with torch DDP and FSDP2."
+    what = "Compare a training step of DDP and ZeRO with torch DDP, FSDP2 and DeepSpeed."
     options_parser = BenchmarkParser("step", what, "2", repeats=21, seconds=300.0, of="one batch, or one size")
     options_parser.names("only", contenders(), "only these contenders, and one process")
     options_parser.number("width", SHAPE.width, "model.width, on the CPU", quick=64)

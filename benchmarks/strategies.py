@@ -1,4 +1,4 @@
-"""One model by every strategy: DDP, ZeRO, offload, recompute, pipeline, tensor, their mixes; and torch.
+"""One model by every strategy: DDP, ZeRO, offload, recompute, pipeline, tensor, their mixes; and torch and DeepSpeed.
 
 Each strategy trains the same GPT from the same weights on the same batches. The strategies take turns in the same
 processes, for several rounds. If their losses differ, the benchmark fails.
@@ -10,7 +10,7 @@ processes, for several rounds. If their losses differ, the benchmark fails.
     ZeRO-2, states on the host   `parallel.offload host`; without effect on the CPU
     DDP, ZeRO-3, recompute       activations of blocks are recomputed in the backward pass
     pipeline, tensor             stages, or layers, divided over ranks; also combined with data parallelism
-    torch DDP, FSDP2             over gloo
+    torch DDP, FSDP2, DeepSpeed  over gloo; DeepSpeed only if it is installed (extra `peers`), without its categories
 
 The report shows for each strategy the measured time of a step and the measured memory of a rank, its memory by category
 as counted from the tensors (maximum over the ranks), and the bytes that a rank sends per step. `--layers`, `--width`,
@@ -205,7 +205,7 @@ class PeerRun:
         return float(mean_loss) / self.world.size
 
     def account(self) -> dict[str, float]:
-        """Return the bytes on this rank by category; buffers are not counted."""
+        """Return the bytes on this rank by category, without buffers, and without what DeepSpeed hides."""
         parameters = list(self._peer.model.parameters())
         states = (value for of in self._peer.optimizer.state.values() for value in of.values())
         tensors_of: dict[str, Iterable[Any]] = {"parameters": parameters, "states": states}
@@ -291,7 +291,7 @@ def _panels(ranks: int, result: dict[str, Any]) -> list[Panel]:
     """Return plots of the time of a step, of memory by category, and of bytes sent."""
     results = result["found"]
     times = {name: step_seconds(of) * 1e3 for name, of in results.items()}
-    colours = ["tab:orange" if name in _COUNTERPARTS.values() else "tab:blue" for name in results]
+    colours = ["tab:orange" if name in peers() else "tab:blue" for name in results]
     memory = {kind: [of["largest"][kind] / MIB for of in results.values()] for kind in KINDS}
     tiers = zip(*([(nbytes or 0.0) / 1e6 for nbytes in sent(of)] for of in results.values()), strict=True)
     through = dict(zip(("inside a node", "between nodes"), map(list, tiers), strict=True))

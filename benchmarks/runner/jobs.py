@@ -171,19 +171,14 @@ def run(parser: BenchmarkParser, measure: Measure, report: MakeReport, arguments
 
 
 def timed(
-    world: Communicator,
-    what: str,
-    contenders: Mapping[str, Contender | Callable[[], object]],
-    options: argparse.Namespace,
-    *,
-    begins: bool = True,
+    world: Communicator, what: str, contenders: Mapping[str, Any], options: argparse.Namespace, *, begins: bool = True
 ) -> dict[str, Times]:
     """Time contenders in turns, and print the medians on rank 0. Collective.
 
     Args:
         world: Communicator of all ranks.
         what: Name of the measurement in the printed line; empty: print nothing.
-        contenders: Contenders by name; a plain function is called once per measurement.
+        contenders: `Contender` by name; a plain function is called once per measurement.
         options: Options of the command, with `repeats` and optionally `seconds`.
         begins: If false, this rank only waits for what others begin; see `measure_in_turns`.
 

@@ -1,9 +1,10 @@
-"""Peers of mpitrain: torch.distributed in the same processes, plain MPI, and training by torch."""
+"""Peers of mpitrain: torch.distributed in the same processes, plain MPI, and training by torch and DeepSpeed."""
 
 from __future__ import annotations
 
 import fcntl
 import gc
+import importlib.util
 import os
 import socket
 import struct
@@ -203,11 +204,14 @@ MakePeer = Callable[..., PeerTraining]  # has the arguments of `torch_training`
 def peers() -> dict[str, MakePeer]:
     """Return all peers by name: functions that start the training on torch.distributed's default group.
 
-    The functions have the arguments (module, loss, make_optimizer).
+    The functions have the arguments (module, loss, make_optimizer). DeepSpeed is a peer if it is installed (extra
+    `peers`).
     """
+    stages = (1, 2, 3) if importlib.util.find_spec("deepspeed") else ()
     return {
         "torch DDP": partial(torch_training, wrap=ddp),
         "FSDP2": partial(torch_training, wrap=lambda model: fully_sharded(model, dist.group.WORLD)),
+        **{f"DeepSpeed ZeRO-{stage}": partial(_deepspeed_training, stage=stage) for stage in stages},
     }
 
 
@@ -222,12 +226,7 @@ def ddp(model: nn.Module, group: Any = None) -> nn.Module:
 
 
 def torch_training(
-    module: nn.Module,
-    loss: Loss,
-    make_optimizer: MakeOptimizer,
-    *,
-    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
-    precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    module: nn.Module, loss: Loss, make_optimizer: MakeOptimizer, *, wrap: Any = None, precision: Any = nullcontext
 ) -> PeerTraining:
     """Return the training of a module by plain torch.
 
@@ -235,10 +234,10 @@ def torch_training(
         module: Module to train.
         loss: Function (output, y) that returns the loss.
         make_optimizer: Function that creates the optimizer of the wrapped module.
-        wrap: Function that wraps the module; by default, it is not wrapped, and every rank trains alone.
+        wrap: Function that wraps the module; None: it is not wrapped, and every rank trains alone.
         precision: Function that returns a context for the forward pass, such as autocast.
     """
-    model = wrap(module)
+    model = module if wrap is None else wrap(module)
     optimizer = make_optimizer(model)
 
     def gradients(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -249,6 +248,31 @@ def torch_training(
         return value.detach()
 
     return PeerTraining(model, optimizer, gradients, optimizer.step)
+
+
+def _deepspeed_training(module: nn.Module, loss: Loss, make_optimizer: MakeOptimizer, *, stage: int) -> PeerTraining:
+    """Return the training of a module by DeepSpeed on CPUs and the existing gloo group, without its log messages.
+
+    DeepSpeed sets the gradients to zero in its step, and hides where its tensors are.
+    """
+    # DeepSpeed requires the launcher's number, which need not follow the order of ranks
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")}
+    deepspeed: Any = importlib.import_module("deepspeed")
+    deepspeed.utils.logger.setLevel("ERROR")
+    optimizer = make_optimizer(module)
+    config = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 1 << 40, "zero_optimization": {"stage": stage}}
+    # by default it clips at 1, and it knows only its own AdamW
+    config |= {"gradient_clipping": 0.0, "zero_allow_untested_optimizer": True}
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
+    for state in optimizer.state.values():  # it took a step without gradients to allocate them
+        state["step"].zero_()
+
+    def gradients(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        value = loss(engine(x), y)
+        engine.backward(value)
+        return value.detach()
+
+    return PeerTraining(engine, optimizer, gradients, engine.step)
 
 
 def require_equal(losses: Mapping[str, Sequence[float]], tolerance: float) -> None:
@@ -381,12 +405,7 @@ def contenders() -> dict[str, Build]:
 
 
 def contender(
-    name: str,
-    world: Communicator,
-    shape: Shape,
-    samples: int,
-    of: Iterator[Batch] | None = None,
-    device: torch.device | None = None,
+    name: str, world: Communicator, shape: Shape, samples: int, of: Iterator[Batch] | None = None, device: Any = None
 ) -> Trainee:
     """Create a contender. Collective.
 

@@ -131,7 +131,7 @@ class DistributedDataParallel(nn.Module):
     ) -> torch.Tensor:
         """Scale the gradients so that their norm is at most `max_norm`, and return the norm before. Collective.
 
-        It has the effect of torch.nn.utils.clip_grad_norm_, which reads all gradients on every rank. Here each rank
+        It has the effect of `torch.nn.utils.clip_grad_norm_`, which reads all gradients on every rank. Here each rank
         reads its part, and gradients are scaled only if they must be. Norms other than the 2-norm, gradients that have
         not been reduced, and steps within `join` are left to torch's function.
 

@@ -66,7 +66,7 @@ def measure(names: Sequence[str] = ()) -> Run:
     [facts], [rounds] = values["header"].values(), values["results"].values()
     others = _busy_seconds() - busy - (_children_seconds() - used)
     took = time.monotonic() - began
-    kind = f"{facts['machine']}, {facts['cores']} cores, {facts['MPI']}"
+    kind = f"{facts['machine']} {_generation()}, {facts['cores']} cores, {facts['MPI']}"
     return Run(kind, rounds, others / took / (os.cpu_count() or 1), took)
 
 
@@ -112,6 +112,13 @@ def record(runs: Sequence[Run]) -> None:
     names = runs[0].rounds
     every[runs[0].kind] = {name: round(max(median(run.rounds[name]) for run in runs), 3) for name in names}
     RECORDED.write_text(json.dumps(every, indent=1, ensure_ascii=False) + "\n")
+
+
+def _generation() -> str:
+    """Return family, model and cache of the processor, because one name may stand for processors of several years."""
+    pairs = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    known = {name.strip(): value.strip() for name, _, value in pairs}
+    return "/".join(known.get(name, "?") for name in ("cpu family", "model", "cache size"))
 
 
 def _busy_seconds() -> float:

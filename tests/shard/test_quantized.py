@@ -83,14 +83,7 @@ def test_a_wrong_scale_changes_the_losses(world, losses_without, monkeypatch):
         check_training(world, PLACEMENTS["ddp"], losses_without)
 
 
-@pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("placement", [*PLACEMENTS, *(f"{name} on nodes" for name in ON_NODES)])
-def test_bytes_of_a_step_follow_the_formula(world, monkeypatch, placement):
-    nodes = placement.endswith(" on nodes")
-    if nodes != (world.size == 4):
-        pytest.skip("two nodes have two ranks each")
-    comm = on_two_nodes(world, monkeypatch) if nodes else world
-    settings = (ON_NODES if nodes else PLACEMENTS)[placement.removesuffix(" on nodes")]
+def check_bytes(comm, settings):
     engine = engine_of(gpt(), comm, "sgd", **settings)
     train_steps(engine, comm, tokens, steps=1)
     comm.journal.start()
@@ -98,11 +91,23 @@ def test_bytes_of_a_step_follow_the_formula(world, monkeypatch, placement):
     rows = [r for r in comm.journal.account() if r.operation in ("all_reduce", "reduce_scatter", "all_gather")]
     comm.journal.stop()
     sent = torch.tensor([float(sum(r.inside + r.between for r in rows))])
-    world.all_reduce(sent, "avg")
+    comm.all_reduce(sent, "avg")
     assert float(sent) / 2 == pytest.approx(data_bytes(engine.sharding, 1), rel=0.01, abs=700)
     engine.close()
-    if nodes:
-        comm.free()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_bytes_of_a_step_follow_the_formula(world, placement):
+    check_bytes(world, PLACEMENTS[placement])
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("placement", ON_NODES)
+def test_bytes_of_a_step_on_two_nodes_follow_the_formula(world, monkeypatch, placement):
+    comm = on_two_nodes(world, monkeypatch)
+    check_bytes(comm, ON_NODES[placement])
+    comm.free()
 
 
 @pytest.mark.ranks(2)
