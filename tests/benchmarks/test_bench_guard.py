@@ -29,8 +29,15 @@ def test_no_ratio_to_a_peer_is_a_third_worse_than_recorded():
 
 
 def test_a_ratio_that_is_steadily_a_third_larger_in_both_runs_is_slower():
-    expected = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}
-    first = {"a": [1.4] * 5, "b": [1.4] * 5, "c": [1.0, 1.2, 1.5, 1.6, 1.7], "d": [1.3] * 5, "new": [9.0] * 5}
+    expected = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "small": 0.05}
+    first = {
+        "a": [1.4] * 5,
+        "b": [1.4] * 5,
+        "c": [1.0, 1.2, 1.5, 1.6, 1.7],
+        "d": [1.3] * 5,
+        "small": [0.2] * 5,
+        "new": [9.0] * 5,
+    }
     assert guarding.too_large(expected, first) == ["a", "b", "c"]
     again = {"a": [1.2, 1.4, 1.4, 1.4, 1.5], "b": [1.3] * 5, "c": [1.0, 1.2, 1.5, 1.6, 1.7]}
     assert guarding.slower(expected, [first, again]) == (["a"], ["c"])
