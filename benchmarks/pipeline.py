@@ -63,7 +63,7 @@ SCHEDULES = {  # (stages per rank, torch's class)
     "zero-bubble": (2, "ScheduleZBVZeroBubble"),
 }
 SIZES = {"small": (1, 32), "large": (4, 128)}  # (samples, tokens per sample) of a microbatch
-_RECORDED = 3  # recorded batches, of which the median counts
+_SETTLING, _RECORDED = 5, 3  # batches until halved passes are chosen; recorded ones, of which the median counts
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -147,7 +147,7 @@ class Case:
 
         Collective. Ranks other than 0 get None.
         """
-        measured = [self._recording() for _ in range(_RECORDED)]
+        measured = [self._recording() for _ in range(_SETTLING + _RECORDED)][_SETTLING:]
         if self.world.rank != 0:
             return None
         runs = [run for one in measured for of_rank in one.runs for run in of_rank]

@@ -1,8 +1,13 @@
 """Messages between two ranks of a communicator.
 
-A message consists of a header and the data. The header, under the caller's tag, contains the length of the data and
-their tag. Thus a receiver never posts a receive for data of another length than it expects: Open MPI copies a message
-that is too long beyond the end of the receiver's memory.
+A message consists of a header and the data. The header, under the caller's tag, contains the sender, the length of the
+data and their tag. Thus a receiver never posts a receive for data of another length than it expects: Open MPI copies a
+message that is too long beyond the end of the receiver's memory.
+
+Where both ranks know the length for certain, as in a pipeline, `header=False` leaves the header out. That halves the
+number of MPI's messages, and MPI completes such a receive without help from this rank. Each kind has tags of its own:
+
+    0 ...    header, from the caller    |    no header, from the caller    |    data after a header    ... MPI's largest
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from mpitrain.errors import InputError
 
 ANY_SOURCE = MPI.ANY_SOURCE
 _TAGS = 1 << 13  # more than the messages under way between two ranks
+_BARE_TAGS = 16  # tags of messages without header
 
 
 class PointToPoint(Dispatcher):
@@ -64,13 +70,15 @@ class PointToPoint(Dispatcher):
         """
         self.irecv(x, source, tag).wait()
 
-    def isend(self, x: Any, dest: int, tag: int = 0) -> Messages:
+    def isend(self, x: Any, dest: int, tag: int = 0, *, header: bool = True) -> Messages:
         """Begin to send x, which must not change until the returned handle is done.
 
         Args:
             x: Contiguous tensor or array.
             dest: Rank that receives it.
             tag: Number that the receiver passes as well.
+            header: If false, send the data alone, which is faster. The receiver must pass false as well, and a length
+                that differs from x's may overwrite its memory.
 
         Raises:
             InputError: x cannot be communicated, or there is no such rank or tag.
@@ -78,10 +86,13 @@ class PointToPoint(Dispatcher):
         check_rank(self, dest)
         begin = clock() if self.journal.on else 0.0
         tensor = self._mpi_buffer(as_tensor(x, written=False))
-        self._sent += 1
-        data_tag = _data_tags()[self._sent % _TAGS]
-        header = np.array([tensor.nbytes, data_tag])
-        requests = [self._messages.Isend(header, dest, _check_tag(tag))]
+        requests: list[MPI.Request] = []
+        if header:
+            self._sent += 1
+            data_tag = _data_tags()[self._sent % _TAGS]
+            requests.append(self._messages.Isend(np.array([self.rank, tensor.nbytes, data_tag]), dest, _check_tag(tag)))
+        else:
+            data_tag = _bare_tag(tag)
         requests += [self._messages.Isend(spec, dest, data_tag) for spec in message_buffers(tensor)]
         note = self._begin_note("send", dest, tag, tensor.nbytes, begin) if begin else None
         wait = MessageWait(self._message_record, (self.world_ranks[dest],), self.process.progress, note)
@@ -89,9 +100,9 @@ class PointToPoint(Dispatcher):
 
     def _free(self) -> None:
         """Cancel receives whose message was never sent, which then raise an error; see also `Dispatcher._free`."""
-        for receive in list(self.process.progress.receives):
-            if isinstance(receive, ReceiveWork):
-                receive.cancel(self._messages)
+        for message in list(self.process.progress.in_flight):
+            if isinstance(message, ReceiveWork):
+                message.cancel(self._messages)
         super()._free()
 
     def _begin_note(self, operation: str, other: int, tag: int, nbytes: int, begin: float) -> Note:
@@ -113,7 +124,7 @@ class PointToPoint(Dispatcher):
         number = 0 if other == ANY_SOURCE else self.journal.next_number(key)
         return Note(self.journal, operation, self.label, volume, key, number)
 
-    def irecv(self, x: Any, source: int, tag: int = 0) -> Messages:
+    def irecv(self, x: Any, source: int, tag: int = 0, *, header: bool = True) -> Messages:
         """Begin to receive a message of exactly x's length from rank source into x.
 
         It makes progress during any later wait of this rank; see `mpitrain.comm.runtime.progress`.
@@ -122,12 +133,13 @@ class PointToPoint(Dispatcher):
             x: Contiguous tensor or array.
             source: Rank that sends it, or ANY_SOURCE.
             tag: Number that the sender passes as well.
+            header: If false, receive a message that was sent without header; see `isend`. The source must be a rank.
 
         Raises:
             InputError: x cannot be communicated, or there is no such rank or tag.
             CommunicationError: The message has another length. Raised by the wait for it.
         """
-        if source != ANY_SOURCE:
+        if source != ANY_SOURCE or not header:
             check_rank(self, source)
         tensor = as_tensor(x)
         device = self._device_of("recv", (tensor,))
@@ -136,7 +148,7 @@ class PointToPoint(Dispatcher):
         note = self._begin_note("recv", source, tag, 0, clock()) if self.journal.on else None
         receive_buffer = self._receive_buffer(tensor, device)
         wait = MessageWait(self._message_record, awaited, self.process.progress, note)
-        return ReceiveWork(self._messages, source, _check_tag(tag), receive_buffer, wait)
+        return ReceiveWork(self._messages, source, tag, receive_buffer, wait, header)
 
     def _mpi_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return memory that MPI can read, filled: the tensor itself, or a copy of it in host memory."""
@@ -188,51 +200,68 @@ class ReceiveBuffer:
 
 
 class ReceiveWork(Messages):
-    """Handle of a receive: the header arrives first, then the data."""
+    """Handle of a receive: the header arrives first, if there is one, then the data."""
 
-    def __init__(self, comm: MPI.Intracomm, source: int, tag: int, target: ReceiveBuffer, wait: MessageWait) -> None:
-        """Post the receive of the header.
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        source: int,
+        tag: int,
+        target: ReceiveBuffer,
+        wait: MessageWait,
+        header: bool,
+    ) -> None:
+        """Post the receive of the header, or of the data if no header precedes them.
 
         Args:
             comm: Communicator of the messages.
             source: Rank that sends, or ANY_SOURCE.
-            tag: Tag of the header.
+            tag: Tag from the caller.
             target: Destination of the data.
             wait: Description of a wait for the message, for the watchdog and the traffic counters.
+            header: True if a header precedes the data.
         """
         name = "receive from any rank" if source == ANY_SOURCE else f"receive from rank {source}"
         self._comm, self._receive_buffer = comm, target
-        self._header = np.empty(2, dtype=np.int64)
-        self._header_received = False
-        super().__init__(name, target.tensor, [comm.Irecv(self._header, source, tag)], wait)
-        self._progress.expect(self)
+        self._bare, self._header_received = not header, not header
+        if header:
+            self._header = np.empty(3, dtype=np.int64)
+            super().__init__(name, target.tensor, [comm.Irecv(self._header, source, _check_tag(tag))], wait)
+            self._progress.expect(self)
+        else:
+            requests = [comm.Irecv(spec, source, _bare_tag(tag)) for spec in message_buffers(target.buffer)]
+            super().__init__(name, target.tensor, requests, wait)
+            self.source = source
 
     def advance(self) -> None:
         """Post the receive of the data if the header has arrived; see `mpitrain.comm.runtime.progress`."""
         self._test(lambda: self._header_received or self._complete)
 
     def cancel(self, comm: MPI.Intracomm) -> None:
-        """Cancel the receive if it belongs to this communicator and its header has not arrived."""
+        """Cancel the receive if it belongs to this communicator and none of it has arrived."""
+        if self._comm is not comm:
+            return
         self.advance()
         with self._lock:
-            if self._comm is comm and not self._header_received and not self._complete:
+            if (self._bare or not self._header_received) and not self._complete:
                 self._failure = f"{self._record.label} was freed before {self._name} was complete"
-                self._requests[0].Cancel()
-                self._requests[0].Wait()
-                self._end()
+                for request in self._requests:
+                    request.Cancel()
+                if MPI.Request.Testall(self._requests):  # not if the data are arriving
+                    self._end()
 
     def is_buffer_free(self) -> bool:
         """Return True if MPI has finished with the message's memory; never blocks. See `Messages.is_buffer_free`."""
         return self._header_received and super().is_buffer_free()
 
-    def _proceed(self, statuses: list[MPI.Status]) -> list[MPI.Request]:
+    def _proceed(self) -> list[MPI.Request]:
         if self._header_received:
             self._receive_buffer.copy()
             return []
         self._header_received = True
         self._progress.receives.discard(self)
-        nbytes, data_tag = self._header.tolist()
-        rank = self.source = statuses[0].source
+        rank, nbytes, data_tag = self._header.tolist()
+        self.source = rank
         place = self._receive_buffer.buffer
         if nbytes != place.nbytes:
             self._failure = (
@@ -256,8 +285,19 @@ def _data_tags() -> range:
     return range(highest - _TAGS + 1, highest + 1)
 
 
-def _check_tag(tag: int) -> int:
-    """Return the caller's tag. Raises InputError unless it is in the range of header tags."""
-    if not 0 <= tag < _data_tags().start:
-        raise InputError(f"tag {tag} is out of range; use one from 0 to {_data_tags().start - 1}")
+def _bare_tag(tag: int) -> int:
+    """Return MPI's tag of a message without header. Raises InputError unless the caller's tag is in range."""
+    return _data_tags().start - _BARE_TAGS + _check_tag(tag, _BARE_TAGS)
+
+
+def _check_tag(tag: int, tags: int | None = None) -> int:
+    """Return the caller's tag. Raises InputError unless it is in range.
+
+    Args:
+        tag: Tag from the caller.
+        tags: Number of possible tags; None for all those of headers.
+    """
+    tags = _data_tags().start - _BARE_TAGS if tags is None else tags
+    if not 0 <= tag < tags:
+        raise InputError(f"tag {tag} is out of range; use one from 0 to {tags - 1}")
     return tag

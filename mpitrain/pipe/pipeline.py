@@ -22,10 +22,12 @@ import torch
 from torch import nn
 
 from mpitrain.comm import Communicator
+from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.errors import InputError, refusal
 from mpitrain.layers.loss_terms import Counts, shares_of, to_floats
 from mpitrain.layout.boxes import split
 from mpitrain.layout.mesh import Mesh
+from mpitrain.pipe.deferral import Deferred, GraphSeconds, StageSeconds, StageTimes, choose_deferred
 from mpitrain.pipe.executor import Executor, KnownSpecs, Loss, PipelineBatch, Seen, Watched
 from mpitrain.pipe.partition import (
     listed_blocks,
@@ -40,6 +42,7 @@ from mpitrain.pipe.simulate import forward_only, with_messages
 from mpitrain.pipe.stage import Stage
 from mpitrain.pipe.wire import StageMessages, signature_of
 
+_MEASURED = 5  # training batches until backward passes have been measured: one to warm up, two in halves, two whole
 _MOST_SHAPES = 1024  # distinct input shapes whose internal shapes are remembered
 
 
@@ -110,6 +113,12 @@ class Pipeline:
             number: Stage([block for _, block in parts[number]], first=number == 0, recompute=recompute, halves=halves)
             for number in mine
         }
+        self._world = mesh.world if isinstance(mesh, Mesh) else mesh
+        self._begun = 0  # training batches
+        self._measures = any(isinstance(step, BackwardInput) for steps in plan.steps for step in steps)
+        uses = Counter(p for stage in self._stages.values() for graph in stage.graph_parameters() for p in graph)
+        for stage in self._stages.values():
+            stage.choosable = [all(uses[p] == 1 for p in graph) for graph in stage.graph_parameters()]
         self._tied: list[Tied] = find_tied(parts, plan.rank_of, self.comm)
         self.last_rank = plan.rank_of[-1]
         self._loss = loss if self.comm.rank == self.last_rank else None  # a bound method would keep its model alive
@@ -146,6 +155,8 @@ class Pipeline:
             raise InputError(
                 f"got {len(microbatches)} microbatches and {len(weights)} weights; give one weight for each microbatch"
             )
+        if self._measures:
+            self._measure_halves(len(microbatches))
         if not microbatches:
             return 0.0
         with torch.enable_grad():
@@ -251,6 +262,37 @@ class Pipeline:
         numbers = torch.stack(losses).tolist() if losses else []  # the only wait for the device in a batch
         return self._messages.share_loss(sum(numbers), self.last_rank)
 
+    def _measure_halves(self, microbatches: int) -> None:
+        """Begin a measured batch, or choose the graphs whose weight halves are deferred, after all measured ones.
+
+        Collective over all ranks of the mesh: replicas must choose alike, because layers may communicate in a backward
+        pass. On accelerators nothing is measured, and all weight halves are deferred.
+
+        Args:
+            microbatches: Number of microbatches of the next batch on this rank.
+        """
+        number, self._begun = self._begun, self._begun + 1
+        if is_accelerator(self._messages.device):
+            self._measures = False
+        elif number == _MEASURED:
+            self._measures = False
+            everyone = self._world.gather_objects(
+                (microbatches, [(s, stage.shortest_times()) for s, stage in self._stages.items()])
+            )
+
+            def choose() -> Deferred | None:
+                schedule = self._schedule(max(1, *(count for count, _ in everyone)))
+                return choose_deferred(schedule, [_decoded(times) for _, times in everyone], shared)
+
+            shared = self._world.process.spare_cores < 0
+            chosen = self._world.on_root(choose)
+            for s, stage in self._stages.items():
+                stage.defer(tuple(chosen[s]) if chosen else stage.deferred)
+        elif number > 0:
+            for stage in self._stages.values():
+                stage.times = stage.times or StageTimes()
+                stage.times.halves = number % 2 == 1
+
     def _schedule(self, microbatches: int) -> Schedule:
         """Return the configured schedule for this number of microbatches."""
         name, chunks, slices = self._schedule_options
@@ -268,6 +310,14 @@ class Pipeline:
         if len(self._known) > _MOST_SHAPES:
             self._known.clear()
         return [self._known.setdefault(kind, {}) for kind in kinds], True
+
+
+def _decoded(times: list[Any]) -> dict[int, StageSeconds | None]:
+    """Return one rank's times by stage, from the pairs that JSON made of them."""
+    return {
+        s: None if seconds is None else StageSeconds(seconds[0], tuple(GraphSeconds(*graph) for graph in seconds[1]))
+        for s, seconds in times
+    }
 
 
 def _costs(

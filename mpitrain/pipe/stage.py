@@ -7,10 +7,10 @@ Slices of a sequence (TeraPipe, Li et al. 2021): a block that uses earlier posit
 `forward_slice(x, past) -> (y, state)`, where `past` lists the states of earlier slices in order. Each state is detached
 from its slice's graph. Its `.grad` collects the gradients from later slices until its own slice's backward step.
 
-Backward in halves: first the gradients of a stage's inputs, later those of its parameters. The weight half runs
-autograd's engine many times, and the engine visits all of a graph each time. The stage's graph is therefore divided
-every few blocks. In each graph, `path` nodes are the nodes from which an input can be reached. A parameter hangs on a
-path node if all nodes between the two are nodes from which no input can be reached:
+Backward in halves, in the graphs that `pipe.deferral` chooses: first the gradients of a stage's inputs, later those of
+its parameters. The weight half runs autograd's engine many times, and the engine visits all of a graph each time. The
+stage's graph is therefore divided every few blocks. In each graph, `path` nodes are the nodes from which an input can
+be reached. A parameter hangs on a path node if all nodes between the two are nodes from which no input can be reached:
 
     output <- Addmm <- Gelu <- Addmm <- input         path
                 \\ T <- weight    \\ T <- weight         beside it
@@ -38,11 +38,13 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from mpitrain.comm.memory import device as devices
 from mpitrain.layers.loss_terms import terms_in
+from mpitrain.pipe.deferral import StageSeconds, StageTimes, timed
 from mpitrain.pipe.wire import as_tuple, map_tensors
 
 State = tuple[torch.Tensor, ...]
 _BLOCKS_PER_GRAPH = 4  # blocks in one graph, with backward in halves
 Past = dict[int, list[State]]  # states of the earlier slices by block, for one microbatch and stage
+Gradients = list[torch.Tensor | None]
 Joint = list[tuple[torch.Tensor, torch.Tensor]]  # tensors that end one graph, and the leaves that begin the next
 
 
@@ -60,7 +62,7 @@ class SavedForward:
     random: list[tuple[torch.device, torch.Tensor]] | None = None
     compute_loss: Callable[[Any], torch.Tensor] | None = None  # the loss of the output, on the last stage
     joints: list[Joint] = field(default_factory=list)  # where the graph is divided between blocks, in order
-    weights: list[Callable[[], None]] = field(default_factory=list)  # functions that run the weight half
+    weights: list[Callable[[], object]] = field(default_factory=list)  # functions that run the weight half
     share: float = 1.0  # the microbatch's share in the loss terms that the stage adds
 
 
@@ -74,6 +76,10 @@ class Stage:
         first: True for the first stage, whose input needs no gradient.
         recompute: If true, keep only the input, and run forward again before backward.
         halves: If true, backward runs in two halves, the inputs' gradients first.
+
+    Attributes:
+        times: Times of the passes while they are measured for `defer`; None to measure nothing.
+        choosable: For each graph, whether its weight half need not be deferred; see `graph_parameters`.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], *, first: bool, recompute: bool, halves: bool = False) -> None:
@@ -82,8 +88,30 @@ class Stage:
             halves and not first and number > 0 and number % _BLOCKS_PER_GRAPH == 0 and not _begins_in_place(block)
             for number, block in enumerate(self.blocks)
         ]
+        self.deferred = (True,) * (1 + sum(self._breaks_before))  # for each graph, whether its weight half is deferred
+        self.choosable = [True] * len(self.deferred)
+        self.times: StageTimes | None = None
         self._terms = terms_in(self.blocks)
         self._copies_input = not first and bool(self.blocks) and _begins_in_place(self.blocks[0])
+
+    def graph_parameters(self) -> list[set[nn.Parameter]]:
+        """Return the parameters of each graph into which backward in halves divides the stage."""
+        graphs = [set[nn.Parameter]()]
+        for block, begins_graph in zip(self.blocks, self._breaks_before, strict=True):
+            graphs += [set()] if begins_graph else []
+            graphs[-1].update(block.parameters())
+        return graphs
+
+    def defer(self, deferred: tuple[bool, ...]) -> None:
+        """Set for each graph whether `backward_input` leaves its weight half to `backward_weight`; end measuring."""
+        self.times = None
+        if not any(deferred):
+            self._breaks_before, deferred = [False] * len(self.blocks), (False,)
+        self.deferred = deferred
+
+    def shortest_times(self) -> StageSeconds | None:
+        """Return the shortest measured times; None if a time is missing."""
+        return None if self.times is None else self.times.shortest(self.choosable, self.recompute)
 
     def forward(
         self,
@@ -106,16 +134,19 @@ class Stage:
         saved = SavedForward(as_tuple(x), not isinstance(x, tuple | list), compute_loss=compute_loss, share=share)
         if past is not None:
             saved.past = {number: list(states) for number, states in past.items()}
+        run = partial(self._run, x, saved, past is not None)
+        if self.times is not None and torch.is_grad_enabled():
+            run = partial(timed, self.times.forward, run)
         if self.recompute and torch.is_grad_enabled():
             on = {t.device for t in saved.inputs if isinstance(t, torch.Tensor) and devices.is_accelerator(t.device)}
             saved.random = [(device, devices.generator_state(device)) for device in (devices.CPU, *on)]
             with torch.no_grad():
-                output, states = self._run(x, saved, past is not None)
+                output, states = run()
             # the output has no graph, but requires gradients if the recomputed one will
             if self._inputs(saved) or any(p.requires_grad for block in self.blocks for p in block.parameters()):
                 output = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
         else:
-            output, states = self._run(x, saved, past is not None)
+            output, states = run()
             saved.outputs = as_tuple(output)
         saved.needs_gradient = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in as_tuple(output))
         if past is not None:
@@ -138,28 +169,61 @@ class Stage:
         return [_complete(t.grad, t) for t in self._inputs(saved)]
 
     def backward_input(self, saved: SavedForward, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients of the inputs, and leave those of the parameters to `backward_weight`.
+        """Return the gradients of the inputs, and leave those of most parameters to `backward_weight`; see `defer`.
 
         Args:
             saved: Data that `forward` returned.
             gradients: Gradients of the outputs that require one; unused on the last stage, whose output is the loss.
         """
         roots, values = self._roots(saved, gradients)
-        for joint in reversed(saved.joints):
-            if roots:
-                input_gradients, weights = backward_inputs(roots, values, [leaf for _, leaf in joint])
-                saved.weights.append(weights)
-                reached = [(t, g) for (t, _), g in zip(joint, input_gradients, strict=True) if g is not None]
-                roots, values = [t for t, _ in reached], [g for _, g in reached]
+        for graph in range(len(saved.joints), 0, -1):
+            joint = saved.joints[graph - 1]
+            input_gradients = self._backward_graph(saved, graph, roots, values, [leaf for _, leaf in joint])
+            reached = [(t, g) for (t, _), g in zip(joint, input_gradients, strict=True) if g is not None]
+            roots, values = [t for t, _ in reached], [g for _, g in reached]
         inputs = self._inputs(saved)
-        if not roots:
-            return [_complete(None, t) for t in inputs]
-        if not inputs:  # the first stage, or nothing trained before it: no rank waits, so it can be done later
-            saved.weights.append(partial(torch.autograd.backward, roots, values))
-            return []
-        input_gradients, weights = backward_inputs(roots, values, inputs)
-        saved.weights.append(weights)
+        input_gradients = self._backward_graph(saved, 0, roots, values, inputs)
         return [_complete(g, t) for g, t in zip(input_gradients, inputs, strict=True)]
+
+    def _backward_graph(
+        self,
+        saved: SavedForward,
+        graph: int,
+        roots: list[torch.Tensor],
+        values: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+    ) -> Gradients:
+        """Run the backward pass of one graph, or its input half if its weight half is deferred.
+
+        Args:
+            saved: Data that `forward` returned; the weight half is added to it.
+            graph: Number of the graph in the stage.
+            roots: Tensors that the backward pass starts from.
+            values: Their gradients.
+            inputs: Leaves of the graph whose gradients are needed.
+
+        Returns:
+            Gradient of each input; None if no root depends on it.
+        """
+        if not roots:
+            return [None] * len(inputs)
+
+        def whole() -> Gradients:
+            torch.autograd.backward(roots, values)
+            gradients = [t.grad for t in inputs]
+            for t in inputs:
+                t.grad = None
+            return gradients
+
+        def input_half() -> tuple[Gradients, Callable[[], object]]:
+            return backward_inputs(roots, values, inputs) if inputs else ([], whole)  # no rank waits without inputs
+
+        times = self.times
+        if not self.deferred[graph] or (times is not None and not times.halves and self.choosable[graph]):
+            return whole() if times is None else times.timed(graph, "whole", whole)
+        gradients, weights = input_half() if times is None else times.timed(graph, "input", input_half)
+        saved.weights.append(weights if times is None else partial(times.timed, graph, "weight", weights))
+        return gradients
 
     def backward_weight(self, saved: SavedForward) -> None:
         """Add the gradients that `backward_input` deferred to the parameters' `.grad`."""
@@ -229,9 +293,6 @@ def _begins_in_place(block: nn.Module) -> bool:
     while (child := next(block.children(), None)) is not None:
         block = child
     return bool(getattr(block, "inplace", False))
-
-
-Gradients = list[torch.Tensor | None]
 
 
 def backward_inputs(

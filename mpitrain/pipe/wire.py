@@ -1,7 +1,8 @@
 """Tensors that stages exchange: one tensor or a tuple of them, with shapes that both ranks know.
 
 A header carries the shapes the first time. Both ranks remember them for microbatches of the same shapes, and later
-messages contain only the tensors' bytes.
+messages contain only the tensors' bytes. All messages therefore have lengths that the receiver knows, and need no
+header of the communicator's own (`header=False`).
 
     header   [length] then int64: single, number, then for each tensor: dtype, needs gradient, dimensions, sizes
 """
@@ -156,15 +157,15 @@ class StageMessages:
             to: Rank that receives the header.
         """
         header = spec.header()
-        self._sending.append(self.comm.isend(torch.tensor([len(header)]), to, _HEADER))
-        self._sending.append(self.comm.isend(header, to, _HEADER))
+        self._sending.append(self.comm.isend(torch.tensor([len(header)]), to, _HEADER, header=False))
+        self._sending.append(self.comm.isend(header, to, _HEADER, header=False))
 
     def receive_header(self, source: int) -> OutputSpec:
         """Receive the shapes of the next output from another rank. Waits for them."""
         length = torch.empty(1, dtype=torch.int64)
-        self.wait(self.comm.irecv(length, source, _HEADER))
+        self.wait(self.comm.irecv(length, source, _HEADER, header=False))
         header = torch.empty(int(length), dtype=torch.int64)
-        self.wait(self.comm.irecv(header, source, _HEADER))
+        self.wait(self.comm.irecv(header, source, _HEADER, header=False))
         return OutputSpec.from_header(header)
 
     def send(self, tensors: Sequence[torch.Tensor], to: int, gradient: bool) -> None:
@@ -177,9 +178,8 @@ class StageMessages:
         """
         self._sending = [work for work in self._sending if not work.done()]
         for t in tensors:
-            self._sending.append(
-                self.comm.isend(t.detach().to(self.device).contiguous(), to, _GRADIENT if gradient else _OUTPUT)
-            )
+            t = t.detach().to(self.device).contiguous()
+            self._sending.append(self.comm.isend(t, to, _GRADIENT if gradient else _OUTPUT, header=False))
 
     def receive(
         self, specs: Sequence[TensorMeta], source: int, gradient: bool
@@ -195,7 +195,8 @@ class StageMessages:
             New tensors on the device, and the works to wait for before they are used.
         """
         tensors = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in specs]
-        return tensors, [self.comm.irecv(t, source, _GRADIENT if gradient else _OUTPUT) for t in tensors]
+        tag = _GRADIENT if gradient else _OUTPUT
+        return tensors, [self.comm.irecv(t, source, tag, header=False) for t in tensors]
 
     def finish(self) -> None:
         """Wait until all sends have completed."""
@@ -213,7 +214,7 @@ class StageMessages:
         number = torch.tensor([loss], dtype=torch.float64)
         if self.comm.rank == root:
             others = (rank for rank in range(self.comm.size) if rank != root)
-            self._sending += [self.comm.isend(number, rank, _LOSS) for rank in others]
+            self._sending += [self.comm.isend(number, rank, _LOSS, header=False) for rank in others]
         else:
-            self.wait(self.comm.irecv(number, root, _LOSS))
+            self.wait(self.comm.irecv(number, root, _LOSS, header=False))
         return float(number)

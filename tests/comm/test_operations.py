@@ -338,6 +338,25 @@ def test_data_too_long_for_one_mpi_call_is_split(world, monkeypatch):
 
 
 @MANY
+def test_messages_without_header_match_only_each_other(comm, device):
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    expected = [torch.arange(n, dtype=torch.float32) + 100 * i for i, n in enumerate((3, 0, 70_000, 3))]
+    received = [torch.empty(len(x), device=device) for x in expected]
+    kinds = [True, False, False, False]  # whether there is a header; all under one tag
+    works = [comm.irecv(y, left, 1, header=kind) for y, kind in reversed(list(zip(received, kinds, strict=True))[2:])]
+    works += [comm.irecv(y, left, 1, header=kind) for y, kind in zip(received[:2], kinds, strict=False)]
+    works += [comm.isend((expected[i] + comm.rank).to(device), right, 1, header=kinds[i]) for i in (0, 1, 3, 2)]
+    for work in works:
+        work.wait(timeout=30)
+    for y, x in zip(received, expected, strict=True):
+        assert_equal(y, x + left)
+    with pytest.raises(InputError, match="tag 16 is out of range; use one from 0 to 15"):
+        comm.isend(received[0], right, 16, header=False)
+    with pytest.raises(InputError, match="there is no rank"):
+        comm.irecv(received[0], mpitrain.ANY_SOURCE, header=False)
+
+
+@MANY
 def test_messages_arrive_where_they_are_sent(comm, device):
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     x, y = torch.arange(10.0, device=device) + comm.rank, torch.empty(10, device=device)

@@ -111,9 +111,10 @@ def test_idle_threads_end(pair):
 
 
 @pytest.mark.ranks(2)
-def test_a_receive_of_a_freed_group_raises(world):
+@pytest.mark.parametrize("header", [True, False])
+def test_a_receive_of_a_freed_group_raises(world, header):
     group = world.split(0)
-    received = group.irecv(full(0), 1 - group.rank)
+    received = group.irecv(full(0), 1 - group.rank, header=header)
     group.free()
     with pytest.raises(CommunicationError, match="was freed before receive from rank"):
         received.wait(LIMIT)

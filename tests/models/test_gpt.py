@@ -3,8 +3,9 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mpitrain.models.gpt import GPT, Attention, rotary_factors, rotate
+from mpitrain.models.gpt import GPT, Attention, _recent_factors, rotary_factors, rotate
 from mpitrain.models.losses import cross_entropy
 
 
@@ -78,6 +79,23 @@ def test_rotary_products_depend_on_distance_alone():
     # one position turns the pairs of features by 1, 0.1, 0.01 and 0.001 radian
     pairs = torch.view_as_complex(turned[:2, 0].reshape(2, 4, 2))
     torch.testing.assert_close((pairs[1] / pairs[0]).angle(), torch.tensor([1.0, 0.1, 0.01, 0.001]), rtol=0, atol=1e-5)
+
+
+def test_kept_rotations_are_usable_everywhere():
+    model, tokens = make_small(), torch.randint(23, (2, 7))
+    _recent_factors.clear()
+    with FakeTensorMode():
+        make_small()(torch.zeros(2, 7, dtype=torch.int64))
+    torch.func.grad(lambda x: model.blocks[0](x).sum())(torch.zeros(2, 7, model.head.in_features))
+    assert _recent_factors == {}  # values are missing, or belong to the transform
+    with torch.inference_mode():
+        model(tokens)
+    model(tokens).sum().backward()
+    for sequence in range(1, 12):
+        model(torch.zeros(1, sequence, dtype=torch.int64))
+    ((first, sequence, width, base), factors), *others = _recent_factors.items()
+    assert len(others) < 4
+    assert torch.equal(factors, rotary_factors(first, sequence, width, base, tokens.device))
 
 
 def test_attention_is_the_textbook_sum():

@@ -119,12 +119,12 @@ class Messages(Work):
         self.source: int | None = None
         self._progress.keep_alive(self)
 
-    def _proceed(self, statuses: list[MPI.Status]) -> Sequence[MPI.Request]:
-        """Return the requests to complete next, given the statuses of the requests that are now complete."""
+    def _proceed(self) -> list[MPI.Request]:
+        """Return the requests to complete next; the earlier ones are complete."""
         return []
 
-    def _continue(self, statuses: list[MPI.Status]) -> None:
-        self._requests = list(self._proceed(statuses))
+    def _continue(self) -> None:
+        self._requests = self._proceed()
         if not self._requests:
             self._end()
 
@@ -141,10 +141,9 @@ class Messages(Work):
             return
         try:
             while not until():
-                statuses = [MPI.Status() for _ in self._requests]
-                if not MPI.Request.Testall(self._requests, statuses):
+                if not MPI.Request.Testall(self._requests):
                     return
-                self._continue(statuses)
+                self._continue()
         except MPI.Exception as error:
             self._failure = f"{self._record.label}: {self._name} failed in MPI: {error}"
             self._end()
@@ -207,13 +206,12 @@ class Messages(Work):
         with self._lock:
             if self._complete:
                 return
-            statuses = [MPI.Status() for _ in self._requests]
             try:
-                MPI.Request.Waitall(self._requests, statuses)
+                MPI.Request.Waitall(self._requests)
             except MPI.Exception:
                 self._end()
                 raise
-            self._continue(statuses)
+            self._continue()
 
     @contextmanager
     def limited_wait(self) -> Iterator[None]:
