@@ -408,7 +408,7 @@ def recent_factors(first: int, sequence: int, head_dim: int, base: float, device
 
     Each block gets a copy, so the memory that it keeps for backward does not depend on the other blocks. Nothing is
     kept on devices, which hardly notice, and where tensors may have no values or belong to a transform: in dispatch
-    modes, torch.compile and torch.func.
+    modes, torch.compile and torch.func. The arguments are those of `rotary_factors`.
     """
     if (
         device.type != "cpu"

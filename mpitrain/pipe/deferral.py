@@ -70,7 +70,13 @@ class StageTimes:
     halves: bool = True
 
     def timed(self, graph: int, kind: str, call: Callable[[], T]) -> T:
-        """Run a part of a graph's backward pass, record its time, and return its result."""
+        """Run a part of a graph's backward pass, record its time, and return its result.
+
+        Args:
+            graph: Index of the graph within the stage.
+            kind: "whole", "input" or "weight".
+            call: Function without arguments that runs the part.
+        """
         return timed(self.backward.setdefault((graph, kind), []), call)
 
     def shortest(self, choosable: Sequence[bool], recompute: bool) -> StageSeconds | None:
@@ -92,7 +98,12 @@ class StageTimes:
 
 
 def timed(seconds: list[float], call: Callable[[], T]) -> T:
-    """Run a call, append its seconds of CPU time, and return its result."""
+    """Run a function, append its seconds of CPU time, and return its result.
+
+    Args:
+        seconds: List to append to.
+        call: Function without arguments.
+    """
     begin = time.thread_time()
     result = call()
     seconds.append(time.thread_time() - begin)
@@ -149,7 +160,12 @@ def choose_deferred(
 
 
 def costs_of(stages: Sequence[StageSeconds], deferred: Deferred) -> Costs:
-    """Return the costs of each stage's steps, for a simulation, if these graphs are deferred."""
+    """Return the costs of each stage's steps, for a simulation.
+
+    Args:
+        stages: Measured times of each stage.
+        deferred: For each stage and graph, whether its weight half is deferred.
+    """
     pairs = [list(zip(stage.graphs, of_stage, strict=True)) for stage, of_stage in zip(stages, deferred, strict=True)]
     return Costs(
         [stage.forward for stage in stages],

@@ -109,7 +109,11 @@ def as_tensor(x: Any, *, written: bool = True) -> torch.Tensor:
 def is_negated(part: Any, whole: Any) -> bool:
     """Return True if one of the tensors is lazily negated, as the imaginary part of a lazily conjugated tensor is.
 
-    Of such tensors, those of one element are contiguous. On some ranks there is no `whole`.
+    Of such tensors, those of one element are contiguous.
+
+    Args:
+        part: Tensor of this rank.
+        whole: Tensor of all ranks' elements, or None where a rank has none.
     """
     return bool(part.is_neg() or (whole is not None and whole.is_neg()))
 
