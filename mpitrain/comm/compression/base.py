@@ -149,7 +149,11 @@ class Compression(ABC):
             shapes: (offset, shape) of each parameter in the buffer.
             whole: If false, the rank needs only its own block of the result.
         """
-        return 2 * (len(nodes) - 1) / len(nodes) * self.bytes_on_wire(numel, dtype, shapes)
+        return self.messages_sent(len(nodes)) * self.bytes_on_wire(numel, dtype, shapes)
+
+    def messages_sent(self, ranks: int) -> float:
+        """Return how many times `bytes_on_wire` one rank sends for an all-reduce; by default that of a ring."""
+        return 2 * (ranks - 1) / ranks
 
     def bucket(self, key: Hashable, shapes: Shapes | None = None) -> Bucket:
         """Return this compression for one buffer, as an argument of `Communicator.all_reduce`.

@@ -53,7 +53,7 @@ class _Blocks(StatefulCompression):
     most: ClassVar[int]
     two_level = True
 
-    def __init__(self, block: int, error_feedback: bool) -> None:
+    def __init__(self, block: int = 256, error_feedback: bool = False) -> None:
         super().__init__()
         if block < 8 or block % 8:
             raise InputError(f"compression {self.name}: block {block} must be a positive multiple of 8")
@@ -259,9 +259,6 @@ class Int8(_Blocks):
     """
 
     name, bits, most = "int8", 8, 127
-
-    def __init__(self, block: int = 256, error_feedback: bool = False) -> None:
-        super().__init__(block, error_feedback)
 
     def _write_integers(self, codes: torch.Tensor, values: torch.Tensor) -> None:
         codes.copy_(values)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -47,16 +46,8 @@ class TopK(StatefulCompression):
         each = self.kept(numel) * (_index_type(numel, dtype).itemsize + dtype.itemsize) if numel else 0
         return -(-each // _ALIGNMENT) * _ALIGNMENT
 
-    def bytes_sent(
-        self,
-        nodes: Sequence[int],
-        numel: int,
-        dtype: torch.dtype,
-        shapes: Shapes | None = None,
-        *,
-        whole: bool = True,
-    ) -> float:
-        return (len(nodes) - 1) * self.bytes_on_wire(numel, dtype, shapes)
+    def messages_sent(self, ranks: int) -> float:
+        return ranks - 1
 
     def _new_memory(self, x: torch.Tensor, shapes: Shapes | None, name: str, ranks: int) -> Memory:
         error = torch.zeros(x.numel(), dtype=wide_type(x.dtype), device=x.device)
