@@ -25,6 +25,11 @@ def _algorithms(world, *names):
     return ("auto", "mpi", *names, *shared)
 
 
+def _all_reduce_algorithms(world):
+    staged = ("staged",) if world.num_nodes == 1 else ()
+    return _algorithms(world, "ring", "tree", "halving", "two_level", *staged)
+
+
 @pytest.mark.parametrize(
     "dtype",
     [pytest.param(dtype, marks=ALL if dtype == torch.float32 else MANY) for dtype in DTYPES],
@@ -58,7 +63,7 @@ def test_all_reduce_by_every_algorithm(comm, device, dtype, inside):
             if not is_defined(op, dtype):
                 continue
             expected = expected_reduction(op, [values(numel, dtype, r) for r in range(comm.size)])
-            for algorithm in _algorithms(comm, "ring", "tree", "halving", "two_level"):
+            for algorithm in _all_reduce_algorithms(comm):
                 x = values(numel, dtype, comm.rank).to(device)
                 x = arena.view(0, (numel,)).copy_(x) if inside else x
                 comm.all_reduce(x, op, algorithm)
@@ -81,7 +86,7 @@ def test_sums_of_small_integers_wrap_as_in_torch_with_every_algorithm(comm, devi
     arena = comm.arena(numel, dtype, device)
     for (op, expected), inside in product((("sum", total), ("avg", average)), (False, True)):
         x = arena.view(0, (numel,)) if inside else torch.empty(numel, dtype=dtype, device=device)
-        for algorithm in _algorithms(comm, "ring", "tree", "halving", "two_level"):
+        for algorithm in _all_reduce_algorithms(comm):
             comm.all_reduce(x.copy_(local_values), op, algorithm)
             assert_equal(x, expected)
         for algorithm in ("auto", "mpi", "tree"):
@@ -111,7 +116,7 @@ def test_reproducible_sums_have_the_same_bits_with_every_algorithm(comm, device,
     arena = comm.arena(70_001, dtype, device)
     for op in ("sum", "avg"):
         results = []
-        for algorithm in _algorithms(comm, "ring", "tree", "halving", "two_level"):
+        for algorithm in _all_reduce_algorithms(comm):
             for inside in (False, True):
                 x = values(70_001, dtype, comm.rank).to(device)
                 x = arena.view(0, (70_001,)).copy_(x) if inside else x
@@ -304,7 +309,7 @@ def test_data_too_long_for_one_mpi_call_is_split(world, monkeypatch):
         blocks = [values(each, dtype, r) for r in range(size)]
         wholes = [values(each * size, dtype, r) for r in range(size)]
         total, own_slice = expected_reduction("sum", wholes), slice(rank * each, (rank + 1) * each)
-        for algorithm in _algorithms(world, "ring", "tree", "halving", "two_level"):
+        for algorithm in _all_reduce_algorithms(world):
             x = wholes[rank].clone()
             comm.all_reduce(x, "sum", algorithm)
             assert_equal(x, total, size)

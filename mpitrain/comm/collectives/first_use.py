@@ -1,6 +1,6 @@
 """Measurement of the algorithms of an operation when it is first used on ordinary tensors.
 
-The built-in rules of `selection` come from other machines. When a communicator first performs an operation on 64 KiB or
+The built-in rules of `selection` come from other machines. When a communicator first performs an operation on 8 KiB or
 more outside arenas, and the tuning table of this machine has no rules for its number of ranks, the ranks time the
 algorithms on scratch memory at a few sizes, for some tenths of a second, and rank 0 adds the rules to the table. Later
 jobs on such machines find them there and do not measure.
@@ -29,10 +29,10 @@ from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.selection import TABLES, Algorithms
 from mpitrain.comm.tuning import Rule, Tuning, load_tuning, rules_from, rules_key, save_tuning
 
-MEASURED_FROM = 1 << 16  # bytes of a vector
-SIZES = (MEASURED_FROM, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes of a whole vector
+MEASURED_FROM = 1 << 13  # bytes of a vector; below, MPI's own algorithms win
+SIZES = tuple(MEASURED_FROM << 2 * i for i in range(7))  # bytes of a whole vector: 8 KiB to 32 MiB
 _SECONDS = 0.08  # for one size, once every algorithm has run; no larger size is measured if one round takes longer
-_MOST_ROUNDS, _LEAST_ROUNDS = 9, 2
+_MOST_ROUNDS, _LEAST_ROUNDS = 25, 2
 _MOVING = ("broadcast", "all_gather")  # operations that add nothing
 _BUILT_IN = {operation: tuple(table) for operation, table in TABLES.items()}  # without algorithms that users register
 
