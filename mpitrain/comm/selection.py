@@ -197,8 +197,6 @@ def _shared_all_reduce(s: Setting) -> Program:
 
 
 def _staged_all_reduce(s: Setting) -> Program:
-    if s.size == 2:
-        return shared.exchanged_all_reduce(segments_of(s.nbytes, SHARED_CHUNK, most=1 << 30))
     chunk = min(SHARED_CHUNK, STAGED_PIECE // s.size)
     return shared.staged_all_reduce(s.size, segments_of(s.nbytes // s.size, chunk, most=1 << 30), tree=s.reproducible)
 

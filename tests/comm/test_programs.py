@@ -29,7 +29,6 @@ from mpitrain.comm.algorithms.messages import (
 from mpitrain.comm.algorithms.shared import (
     alternating_all_gather,
     deferred_reduce_scatter,
-    exchanged_all_reduce,
     node_copy,
     shared_all_gather,
     shared_all_reduce,
@@ -107,8 +106,6 @@ def test_rooted_algorithms_are_correct_for_every_root(make, sizes):
 @pytest.mark.parametrize("sizes", [(*range(1, 10), 16), pytest.param((33,), marks=pytest.mark.full)], ids=["16", "33"])
 @pytest.mark.parametrize("tree", [False, True])
 def test_shared_memory_algorithms_are_correct_and_free_of_races(tree, sizes):
-    for pieces in (1, 2, 3, 5):
-        verify(exchanged_all_reduce(pieces))
     for size in sizes:
         for pieces in (1, 2, 5) if size < 9 else (2,):
             verify(shared_all_reduce(size, pieces, tree=tree))
@@ -153,7 +150,7 @@ def _without_a_step(program: Program, rank: int, number: int) -> Program:
 
 @pytest.mark.parametrize(
     "program",
-    [ring_all_reduce(4), halving_all_reduce(5), tree_all_reduce(6), shared_all_reduce(3), staged_all_reduce(3, 3), exchanged_all_reduce(3)],
+    [ring_all_reduce(4), halving_all_reduce(5), tree_all_reduce(6), shared_all_reduce(3), staged_all_reduce(3, 3)],
     ids=lambda p: p.name,
 )
 def test_verify_refuses_a_program_without_a_needed_step(program):

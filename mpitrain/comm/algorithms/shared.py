@@ -282,34 +282,6 @@ def staged_all_reduce(size: int, segments: int, *, tree: bool = False) -> Progra
     return Program("staged all_reduce", size, goal, steps, blocks=size, segments=segments, slots=slots)
 
 
-def exchanged_all_reduce(segments: int) -> Program:
-    """Build an all-reduce of two ranks for vectors outside an arena: both read all of each other's vector.
-
-    Each rank copies its vector into slots, chunk by chunk, and sums the chunks of both ranks. While one chunk is summed,
-    the other slot is filled. `staged_all_reduce` would read as many bytes of the other rank, half of them vectors and
-    half of them sums, but copy each sum twice more.
-
-    Args:
-        segments: Number of chunks; they pass through the slots one after another.
-    """
-
-    def slot(chunk: int) -> Span:
-        return _span(chunk % 2, SLOT)
-
-    def steps(rank: Ints) -> Iterator[Step]:
-        yield Copy(rank, slot(0), rank, _span(0))
-        yield Fence()
-        for chunk in range(segments):
-            if chunk + 1 < segments:
-                yield Copy(rank, slot(chunk + 1), rank, _span(chunk + 1))
-            # in order of rank on both, so that they get the same bits; the own chunk was copied to the cache just now
-            yield Combine(_span(chunk), tuple((rank * 0 + owner, slot(chunk)) for owner in range(2)))
-            yield Finish(_span(chunk))
-            yield Fence()
-
-    return Program("staged all_reduce", 2, all_reduce_of(2, 1), steps, segments=segments, slots=2)
-
-
 # -- Two levels: shared memory inside a node, messages between nodes; each local rank communicates its own slice.
 #
 # The vector is cut into as many slices as the smallest node has ranks. Local rank l of each node sums slice l over its

@@ -96,7 +96,10 @@ class TunedOperation(CollectiveOperation):
     def _times(
         self, binder: Binder, nbytes: int, names: Sequence[str], arguments: Sequence[Any]
     ) -> Mapping[str, float]:
-        """Return the median seconds of each algorithm, measured in turns; equal on all ranks. Collective."""
+        """Return the least seconds of each algorithm, measured in turns; equal on all ranks. Collective.
+
+        The least, because rules stay in the table when other programs that disturb the measurement have ended.
+        """
         each = nbytes // 4 // binder.topology.size
         whole = each * binder.topology.size
         single = len(self.by_rank) == 1
@@ -111,7 +114,7 @@ class TunedOperation(CollectiveOperation):
         binder.comm.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)
         for call in calls:
             call.free()
-        return dict(zip(names, np.median(seconds, axis=0).tolist(), strict=True))
+        return dict(zip(names, seconds.min(axis=0).tolist(), strict=True))
 
 
 def candidates(operation: str, place: str, ranks: int) -> list[tuple[int, str, Sequence[str]]]:

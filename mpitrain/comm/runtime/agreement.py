@@ -113,7 +113,7 @@ class Register:
         word = number + digest
         for other in self.other_words:
             theirs = other[0]
-            if theirs != word and theirs >= number:
+            if theirs != word and theirs >= number and (synchronizing or theirs < number + STEP):
                 self._raise_mismatch(number, digest, synchronizing)
                 return
 
