@@ -33,6 +33,9 @@ RING_SEGMENT = 1 << 20  # bytes of one ring message; with smaller ones, Python c
 SHARED_CHUNK = 1 << 17  # bytes of a chunk that is summed and written while it is in a core's cache
 READ_CHUNK = 1 << 19  # the same where a system call reads the chunk from another process: each call costs microseconds
 STAGED_PIECE = 2 << 20  # largest number of bytes of the chunks of all ranks in one staging slot
+STAGED_CHUNK = (
+    1 << 19
+)  # bytes of a chunk if the whole vector is no longer than that: fewer fences gain more than caches
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,7 @@ def _shared_all_reduce(s: Setting) -> Program:
 
 
 def _staged_all_reduce(s: Setting) -> Program:
-    chunk = min(SHARED_CHUNK, STAGED_PIECE // s.size)
+    chunk = STAGED_CHUNK if s.nbytes <= STAGED_PIECE else min(SHARED_CHUNK, STAGED_PIECE // s.size)
     return shared.staged_all_reduce(s.size, segments_of(s.nbytes // s.size, chunk, most=1 << 30), tree=s.reproducible)
 
 

@@ -51,8 +51,10 @@ def _between_nodes(places: tuple[str, ...], *rules: Rule) -> dict[str, tuple[Rul
 # operation -> place (see `Setting.place`) -> rules in order of size; MPI for places that are not listed
 _DEFAULTS: dict[str, dict[str, tuple[Rule, ...]]] = {
     "all_reduce": {
-        **_shared_from(12 * KIB, 32 * KIB, 96 * KIB, 512 * KIB),
+        "node arena": ((12 * KIB, "mpi"), (_NO_LIMIT, "shared")),
+        "node arena oversubscribed": ((32 * KIB, "mpi"), (_NO_LIMIT, "shared")),
         "node": ((96 * KIB, "mpi"), (_NO_LIMIT, "staged")),
+        "node oversubscribed": ((192 * KIB, "mpi"), (_NO_LIMIT, "staged")),
         **_between_nodes(_NODES, (64 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
         **_between_nodes(_SINGLE, (128 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
     },

@@ -222,8 +222,9 @@ def make_repeated_call(
         record.operation = operation
         try:
             if signs:
-                for theirs in other_words:
-                    if theirs[0] != word:
+                for other in other_words:
+                    theirs = other[0]
+                    if theirs != word and (synchronizing or theirs < number + STEP):  # else that rank is ahead
                         check_words(number, digest, synchronizing)
                         break
             act()
