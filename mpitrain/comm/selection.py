@@ -33,9 +33,7 @@ RING_SEGMENT = 1 << 20  # bytes of one ring message; with smaller ones, Python c
 SHARED_CHUNK = 1 << 17  # bytes of a chunk that is summed and written while it is in a core's cache
 READ_CHUNK = 1 << 19  # the same where a system call reads the chunk from another process: each call costs microseconds
 STAGED_PIECE = 2 << 20  # largest number of bytes of the chunks of all ranks in one staging slot
-STAGED_CHUNK = (
-    1 << 19
-)  # bytes of a chunk if the whole vector is no longer than that: fewer fences gain more than caches
+STAGED_CHUNK = 1 << 19  # bytes of a chunk of a whole vector of at most STAGED_PIECE bytes: fewer fences gain more here
 
 
 @dataclass(frozen=True)

@@ -281,23 +281,48 @@ def test_persistent_calls_are_refused_as_the_operations_are(plain):
         call()
 
 
-def test_persistent_calls_of_the_library_sign_one_in_sixteen_operations():
+@pytest.fixture
+def repeated():
+    """Yield a function that makes a repeated operation of one of two ranks, which appends the rank to `performed`."""
     memory = [np.zeros(NBYTES, np.uint8) for _ in range(2)]
     registers = [Register([0, 1], rank, lambda r: memory[r].ctypes.data, ()) for rank in range(2)]
-    records, performed = [Record("test") for _ in range(2)], [0, 0]
+    records = [Record("test") for _ in range(2)]
 
-    def repeated(rank, description):
-        def act():
-            performed[rank] += 1
+    def repeated(rank, description, performed, *, synchronizing=True, signed=1):
+        signature = registers[rank].signature(description, meets=False, synchronizing=synchronizing)
+        calls, operation = [signature, lambda: performed.append(rank)], RecordedOperation(description)
+        return make_repeated_call(records[rank], operation, calls, (), lambda: None, signed)
 
-        signature = registers[rank].signature(description, meets=False, synchronizing=True)
-        calls, operation = [signature, act], RecordedOperation("all_reduce")
-        return make_repeated_call(records[rank], operation, calls, (), lambda: None, 16)
+    repeated.registers = registers
+    yield repeated
+    memory.clear()  # it had to exist so far, because registers do not keep it alive
 
-    first, same, other = repeated(0, "sum"), repeated(1, "sum"), repeated(1, "max")
+
+def test_a_rank_may_be_ahead_unless_the_operation_synchronizes(repeated):
+    performed = []
+    ahead, behind = (repeated(rank, "gather", performed, synchronizing=False) for rank in range(2))
+    for _ in range(3):
+        ahead()
+    behind()
+    behind()
+    assert performed == [0, 0, 0, 1, 1]
+    with pytest.raises(CommunicationError, match="rank 0: gather; rank 1: scatter"):
+        repeated(1, "scatter", performed, synchronizing=False)()
+    repeated(0, "sum", performed)()
+    repeated(0, "max", performed)()
+    with pytest.raises(CommunicationError, match="rank 0 has already begun max"):
+        repeated(1, "sum", performed)()
+    assert performed == [0, 0, 0, 1, 1, 0, 0]
+
+
+def test_persistent_calls_of_the_library_sign_one_in_sixteen_operations(repeated):
+    performed = []
+    first, same, other = (
+        repeated(rank, description, performed, signed=16) for rank, description in ((0, "sum"), (1, "sum"), (1, "max"))
+    )
     for _ in range(20):
         first()
-    assert registers[0].own_word[0] // STEP == 16
+    assert repeated.registers[0].own_word[0] // STEP == 16
     for _ in range(20):
         same()
     for _ in range(20):
@@ -305,4 +330,4 @@ def test_persistent_calls_of_the_library_sign_one_in_sixteen_operations():
     with pytest.raises(CommunicationError, match="rank 0: sum; rank 1: max"):
         for _ in range(20):
             other()
-    assert performed == [40, 20 + 11]  # operation 32 is signed
+    assert [performed.count(rank) for rank in range(2)] == [40, 20 + 11]  # operation 32 is signed
