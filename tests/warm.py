@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
-import gc
 import json
 import os
 import runpy
@@ -30,6 +29,8 @@ from pathlib import Path
 
 import support
 from support import ROOT, clean_environment, launcher
+
+from mpitrain.early import without_collecting
 
 MOST = 1 << 17  # bytes of a request
 FORKS = (Path(sys.prefix) / "bin/ompi_info").exists()  # another MPI hands a rank its connection as an open file
@@ -183,10 +184,10 @@ def _become(
     sys.exit()
 
 
-def _serve(listener: socket.socket) -> None:
+def _import_packages() -> None:
     import h5py  # noqa: F401
     import pydantic  # noqa: F401
-    import torch._dynamo  # noqa: F401 - which the first optimizer imports
+    import torch._dynamo  # noqa: F401 - which some optimizers import
 
     import mpitrain.checkpoint
     import mpitrain.config.settings
@@ -195,7 +196,11 @@ def _serve(listener: socket.socket) -> None:
     with suppress(ImportError):
         from transformers import AutoModelForCausalLM  # noqa: F401
     assert "mpi4py" not in sys.modules
-    gc.freeze()
+
+
+def _serve(listener: socket.socket) -> None:
+    with without_collecting():
+        _import_packages()
     places = selectors.DefaultSelector()
     places.register(listener, selectors.EVENT_READ)
     places.register(sys.stdin, selectors.EVENT_READ)
