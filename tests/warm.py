@@ -34,8 +34,6 @@ from mpitrain.early import without_collecting
 
 MOST = 1 << 17  # bytes of a request
 FORKS = (Path(sys.prefix) / "bin/ompi_info").exists()  # another MPI hands a rank its connection as an open file
-
-
 _NAMESPACES = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}  # flags of setns(2)
 
 
