@@ -20,6 +20,8 @@ from pathlib import Path
 from benchmarks.runner.report import CODE, ROOT, Values, git, keep, measured_at, read_results, target_line
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError
 
+_PLANNED = ("growth", "plan")  # benchmarks that read a profile of this machine
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run benchmarks, write their results into the pages, print all targets, and return the exit code."""
@@ -75,7 +77,7 @@ def _measure(name: str, options: argparse.Namespace, passed_on: Sequence[str]) -
     print(f"== {name}", flush=True)
     quick = ["--quick"] if options.quick else []
     command = ["benchmarks", name, "--out", str(options.out), *quick, *passed_on]
-    if name == "plan" and "--machine" not in passed_on:
+    if name in _PLANNED and "--machine" not in passed_on:
         machine = str(options.out / "machine.toml")
         if not _run(["mpitrain.plan", "--measure", "--out", machine, *quick], options.limit):
             return False

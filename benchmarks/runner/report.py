@@ -140,8 +140,10 @@ class Panel:
         stacked: If true, the bars of a group are stacked instead of placed side by side.
         colours: Colour of each bar, if there is one series; None: matplotlib's default.
         lines: (x values, y values) of each line, by label; used instead of bars if not empty.
+        styles: Keyword arguments of matplotlib's `plot`, by label of the line.
         across: Label of the x axis of lines.
         log: If true, the axis of values is logarithmic; for lines, both axes.
+        doubling: If true, the x axis of lines is logarithmic, in powers of two.
         mark: Value marked by a thin line; None: no mark.
         band: Half width of a band around y = x, relative to x, in a plot of points instead of lines; None: no band.
     """
@@ -153,8 +155,10 @@ class Panel:
     stacked: bool = False
     colours: Sequence[str] | None = None
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
+    styles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     across: str = ""
     log: bool = False
+    doubling: bool = False
     mark: float | None = None
     band: float | None = None
 
@@ -163,13 +167,18 @@ class Panel:
         axes.set_title(self.title)
         if self.lines:
             for label, (x, y) in self.lines.items():
-                axes.plot(x, y, "o" if self.band else ".-", alpha=0.7, label=label)
+                style = {"marker": "o" if self.band else ".", "linestyle": "" if self.band else "-", "alpha": 0.7}
+                axes.plot(x, y, label=label, **(style | self.styles.get(label, {})))
             axes.set(xlabel=self.across, ylabel=self.label)
         else:
             self._draw_bars(axes)
             axes.set_xlabel(self.label)
         if self.log:
             axes.set(xscale="log", **({"yscale": "log"} if self.lines else {}))
+        if self.doubling:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:,.0f}")
+            axes.grid(alpha=0.3)
         if self.band is not None:
             ends = sorted((*axes.get_xlim(), *axes.get_ylim()))[::3]
             axes.plot(ends, ends, color="black", linewidth=0.8)
@@ -178,7 +187,12 @@ class Panel:
         if self.mark is not None:
             (axes.axhline if self.lines else axes.axvline)(self.mark, color="black", linewidth=0.8)
         if self.lines or self.names:
-            axes.legend(fontsize="small")
+            axes.legend(fontsize="small", **({"loc": "upper left", "bbox_to_anchor": (1, 1)} if self.wide else {}))
+
+    @property
+    def wide(self) -> bool:
+        """True if the plot has so many lines that their names stand beside it."""
+        return len(self.lines) > 8
 
     def _draw_bars(self, axes: Any) -> None:
         names = self.names or list(self.bars)
@@ -390,7 +404,8 @@ def plot(values: Values, path: Path) -> bool:
         return False
     wide = len(rows[0])
     longest = [max(len(panel.names or panel.bars) for panel in panels) for panels in rows]
-    figure = Figure(figsize=(6 * wide, sum(max(4.0, 1.4 + 0.32 * bars) for bars in longest)), layout="constrained")
+    width = 6 * wide + 3 * any(panel.wide for panel in rows[0])
+    figure = Figure(figsize=(width, sum(max(4.0, 1.4 + 0.32 * bars) for bars in longest)), layout="constrained")
     for axes, panels in zip(figure.subplots(len(rows), wide, squeeze=False), rows, strict=True):
         for one, panel in zip(axes, panels, strict=True):
             panel.draw(one)
