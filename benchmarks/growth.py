@@ -54,22 +54,22 @@ TOKENS = 128  # of a sample; each rank has one
 SIZES = {"5 M": (6, 256), "20 M": (6, 512), "80 M": (11, 768), "300 M": (24, 1024)}  # (layers, width)
 HOSTS = ("1,1,1", "2,2,2")  # ranks of each host
 PLANNED = tuple(1 << power for power in range(13))  # numbers of ranks, up to 4,096
-_WARM = 1  # steps that do not count
 _LEAST = 3  # steps that are measured, however long they take
+Shares = dict[str, dict[str, float]]  # see `predictions`
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
     options, hosts = _parser().parse(arguments), dict[int, Any]()
     if not is_launched():
-        for each in HOSTS[: 1 if options.quick else None]:
-            hosts |= _on_hosts(each, options, arguments)
+        for ranks in HOSTS[: 1 if options.quick else None]:
+            hosts |= _on_hosts([*map(int, ranks.split(","))], options, arguments)
 
-    def planned(results: dict[int, Any], options: argparse.Namespace) -> Report:
-        every = results | hosts
-        return report(every, predictions(every, options))
+    def report_all(results: dict[int, Any], options: argparse.Namespace) -> Report:
+        results |= hosts
+        return report(results, predictions(results, options.machine) if options.machine else {})
 
-    return run(_parser(), measure, planned, arguments)
+    return run(_parser(), measure, report_all, arguments)
 
 
 def _parser() -> BenchmarkParser:
@@ -81,12 +81,7 @@ def _parser() -> BenchmarkParser:
 
 
 def _config(name: str, ranks: int) -> dict[str, dict[str, Any]]:
-    """Return the configuration of a model, by section and key.
-
-    Args:
-        name: Key of `SIZES`.
-        ranks: Number of ranks.
-    """
+    """Return the configuration of a model, a key of `SIZES`, on a number of ranks, by section and key."""
     layers, width = SIZES[name]
     return {
         "run": {"device": "cpu", "dir": "unused"},
@@ -96,28 +91,28 @@ def _config(name: str, ranks: int) -> dict[str, dict[str, Any]]:
 
 
 def _fitting(ranks: int, options: argparse.Namespace) -> list[str]:
-    """Return the models whose training fits into the memory of a host with this many ranks."""
+    """Return the models whose training fits into the memory of a machine with this many ranks."""
     names = options.sizes or list(SIZES)[: 1 if options.quick else None]
     available = proc.nbytes_of("meminfo", "MemAvailable") or 0
-    # each rank has gradients, and the whole model at the start; parameters and states count once
+    # each rank has gradients, and at the start the whole model; parameters and states are there once
     return [n for n in names if (8 * ranks + 12) * SIZES[n][0] * 12 * SIZES[n][1] ** 2 < 0.9 * available]
 
 
-def _on_hosts(ranks: str, options: argparse.Namespace, arguments: Sequence[str]) -> dict[int, Any]:
+def _on_hosts(ranks: Sequence[int], options: argparse.Namespace, arguments: Sequence[str]) -> dict[int, Any]:
     """Measure on hosts of this machine, and return the result by number of ranks; empty if that is impossible.
 
     Args:
-        ranks: Ranks of each host, separated by commas.
+        ranks: Ranks of each host.
         options: Options of the command.
         arguments: Arguments of the command.
     """
-    total = sum(map(int, ranks.split(",")))
-    print(f"growth on {ranks.count(',') + 1} hosts with {ranks} ranks …", flush=True)
+    places, total = ",".join(map(str, ranks)), sum(ranks)
+    print(f"growth on {len(ranks)} hosts with {places} ranks …", flush=True)
     with tempfile.TemporaryDirectory(prefix="mpitrain-bench-growth-") as folder:
-        job = [sys.executable, "-m", "benchmarks", "growth", *arguments, "--sizes", ",".join(_fitting(total, options))]
-        job += ["--machine", "", "--out", folder]
-        hosts = [sys.executable, "tests/cluster/namespace_hosts.py", "--ranks", ranks, "timeout", f"{options.limit}"]
-        if subprocess.run([*hosts, *job], cwd=ROOT).returncode:
+        hosts = ["tests/cluster/namespace_hosts.py", "--ranks", places, "timeout", f"{options.limit}"]
+        job = ["-m", "benchmarks", "growth", *arguments, "--sizes", ",".join(_fitting(total, options))]
+        command = [sys.executable, *hosts, sys.executable, *job, "--machine", "", "--out", folder]
+        if subprocess.run(command, cwd=ROOT).returncode:
             return {}  # it has said why
         values = json.loads((Path(folder) / "BENCH-growth.json").read_text(encoding="utf-8"))
     return {total: values["results"][str(total)]}
@@ -126,7 +121,7 @@ def _on_hosts(ranks: str, options: argparse.Namespace, arguments: Sequence[str])
 class _GrowthRun(TrainerRun):
     """A training run whose passes can be timed without the rest of a step."""
 
-    def times(self) -> tuple[float, float]:
+    def times(self) -> list[float]:
         """Return the seconds of a step and of its computing, each of the slowest rank. Collective."""
         engine, world, batch = self._trainer.engine, self._trainer.world, next(self._coming)
         world.barrier()
@@ -134,11 +129,10 @@ class _GrowthRun(TrainerRun):
         world.barrier()
         updates, began = engine.clock.totals()["optimizer"], time.perf_counter()
         self.step()
-        took = torch.tensor([time.perf_counter() - began, 0.0], dtype=torch.float64)
-        took[1] = passes + engine.clock.totals()["optimizer"] - updates
+        step = time.perf_counter() - began
+        took = torch.tensor([step, passes + engine.clock.totals()["optimizer"] - updates], dtype=torch.float64)
         world.all_reduce(took, "max")
-        step, computing = took.tolist()
-        return step, computing
+        return list(took.tolist())
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -149,24 +143,19 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         options: Options of the command.
 
     Returns:
-        Number of nodes; (latency, bandwidth) between them, None on one node; median seconds of a step and of its
+        Number of nodes; latency and bandwidth between them, empty on one node; median seconds of a step and of its
         computing by model.
     """
-    between, times = None, dict[str, Any]()
-    if world.num_nodes > 1:
-        speeds = links.measure(world, options.quick)
-        between = [speeds["latency"], speeds["bandwidth"]]
+    speeds = links.measure(world, options.quick) if world.num_nodes > 1 else {}
+    between, times = {name: speeds[name] for name in ("latency", "bandwidth") if speeds}, dict[str, Any]()
     for name in world.on_root(lambda: _fitting(world.local_size, options)):
         with quiet():
-            training, rows = _GrowthRun(world, _config(name, world.size)), list[tuple[float, float]]()
+            training = _GrowthRun(world, _config(name, world.size))
             training.prepare()
-            count = _WARM + options.repeats
-            while len(rows) < count:
-                rows.append(training.times())
-                if len(rows) == _WARM:
-                    count = _WARM + max(_LEAST, min(options.repeats, int(options.seconds / sum(rows[0]))))
+            first = training.times()  # touches memory, and does not count
+            count = max(_LEAST, min(options.repeats, int(options.seconds / sum(first))))
+            times[name] = [statistics.median(of) for of in zip(*(training.times() for _ in range(count)), strict=True)]
             training.close()
-        times[name] = [statistics.median(of) for of in zip(*rows[_WARM:], strict=True)]
         say(world, f"{name}: {times[name][0] * 1e3:.1f} ms, of which computing {times[name][1] * 1e3:.1f} ms")
     return {"nodes": world.num_nodes, "between": between, "times": times}
 
@@ -174,34 +163,28 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 # -- the planner -------------------------------------------------------------------------------------------
 
 
-def predictions(results: dict[int, Any], options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return the predicted share of a step that is not computing; empty without a machine profile.
+def predictions(results: dict[int, Any], file: str) -> Shares:
+    """Return the predicted share of a step that is not computing.
 
     Args:
         results: Results of `measure`, by number of ranks.
-        options: Options of the command.
+        file: Machine profile.
 
     Returns:
         Shares by model, then by place: "RANKS on NODES" as measured, and "RANKS" on nodes with one rank on each core.
     """
-    if not options.machine:
-        return {}
-    machine, cores = read_machine(options.machine), 1
-    cores = max(1, int(machine.cores))
-    for result in results.values():
-        if result["between"]:
-            latency, bandwidth = result["between"]
-            machine = replace(machine, links=replace(machine.links, latency=latency, bandwidth=bandwidth))
-    shares: dict[str, dict[str, float]] = {}
-    for name in dict.fromkeys(name for result in results.values() for name in result["times"]):
+    machine = read_machine(file)
+    between = {name: value for result in results.values() for name, value in result["between"].items()}
+    machine = replace(machine, links=replace(machine.links, **between))
+    cores, shares = max(1, int(machine.cores)), dict[str, dict[str, float]]()
+    places = [(str(ranks), ranks, -(-ranks // cores), machine) for ranks in PLANNED]
+    for ranks, result in results.items():
+        places.append((f"{ranks} on {result['nodes']}", ranks, result["nodes"], _sharing(machine, result["nodes"])))
+    for name in SIZES:
         print(f"planning {name} …", flush=True)
         config = Config.from_dict(_config(name, 1))
         model = profile_of(config, description_of(config), machine, ranks_per_node=cores)
-        shares[name] = {str(ranks): _predicted(model, machine, ranks, -(-ranks // cores)) for ranks in PLANNED}
-        for ranks, result in results.items():
-            nodes = result["nodes"]
-            shared = machine if nodes == 1 else _sharing(machine, nodes)
-            shares[name][f"{ranks} on {nodes}"] = _predicted(model, shared, ranks, nodes)
+        shares[name] = {place: _predicted(model, *where) for place, *where in places}
         model.close()
     return shares
 
@@ -212,7 +195,7 @@ def _sharing(machine: MachineProfile, nodes: int) -> MachineProfile:
     return replace(machine, cores=cores, seen_cores=machine.cores, links=replace(machine.links, cores=cores))
 
 
-def _predicted(model: Any, machine: MachineProfile, ranks: int, nodes: int) -> float:
+def _predicted(model: Any, ranks: int, nodes: int, machine: MachineProfile) -> float:
     """Return the share of a step that is not computing, with one sample per rank."""
     larger = copy(model)
     larger.batch = ranks
@@ -224,21 +207,20 @@ def _predicted(model: Any, machine: MachineProfile, ranks: int, nodes: int) -> f
 # -- the report --------------------------------------------------------------------------------------------
 
 
-def report(results: dict[int, Any], planned: dict[str, dict[str, float]]) -> Report:
+def report(results: dict[int, Any], planned: Shares) -> Report:
     """Return the report with tables and a plot.
 
     Args:
         results: Results of `measure`, by number of ranks.
-        planned: Result of `predictions`.
+        planned: Result of `predictions`; empty without a machine profile.
     """
-    places = sorted(results.items(), key=lambda each: (each[1]["nodes"], each[0]))
     rows: list[list[Any]] = []
     for name in SIZES:
-        for ranks, result in places:
+        for ranks, result in sorted(results.items(), key=lambda each: (each[1]["nodes"], each[0])):
             if name in result["times"]:
                 step, computing = result["times"][name]
-                share = planned.get(name, {}).get(f"{ranks} on {result['nodes']}")
-                cells = [step * 1e3, computing * 1e3, 100 * (1 - computing / step), share and 100 * share]
+                share = planned[name][f"{ranks} on {result['nodes']}"] * 100 if planned else None
+                cells = [step * 1e3, computing * 1e3, 100 * (1 - computing / step), share]
                 rows.append([name, result["nodes"], ranks, *cells])
     columns = ("parameters", "hosts", "ranks", "step ms", "computing ms", "not computing %", "predicted %")
     note = (
@@ -247,26 +229,19 @@ def report(results: dict[int, Any], planned: dict[str, dict[str, float]]) -> Rep
         "did not fit into its memory."
     )
     tables = [ReportTable("Share of a step that is not computing", columns, rows, note)]
-    if planned:
-        ahead = [[f"{ranks:,}", *(100 * of[str(ranks)] for of in planned.values())] for ranks in PLANNED]
-        note = "Percent of a step that is not computing, on more nodes of this machine, with one rank on each core."
-        tables.append(ReportTable("Predicted by the planner", ("ranks", *planned), ahead, note))
-    return Report("Growth", tables, panels=[[_panel(rows, planned)]])
+    return Report("Share of a step that is not computing", tables, panels=[[_panel(rows, planned)]])
 
 
-def _panel(rows: Sequence[Sequence[Any]], planned: dict[str, dict[str, float]]) -> Panel:
+def _panel(rows: Sequence[Sequence[Any]], planned: Shares) -> Panel:
     """Return the plot over ranks: measured points by model and hosts, and the planner's line for each model."""
-    lines, styles = {}, {}
+    lines, styles = dict[str, tuple[Sequence[float], Sequence[float]]](), dict[str, dict[str, Any]]()
     for number, name in enumerate(SIZES):
-        colour = {"color": f"C{number}"}
-        for nodes, marker in zip(dict.fromkeys(row[1] for row in rows), "os^", strict=False):
-            points = [(row[2], row[5]) for row in rows if row[:2] == [name, nodes]]
-            label = f"{name}, measured on {nodes} host{'s' * (nodes > 1)}"
-            if points:
-                lines[label] = tuple(zip(*points, strict=True))
-                styles[label] = colour | {"marker": marker, "linestyle": "none", "markersize": 7}
-        if name in planned:
-            lines[f"{name}, planner"] = (PLANNED, [100 * planned[name][str(ranks)] for ranks in PLANNED])
-            styles[f"{name}, planner"] = colour | {"marker": "", "linestyle": "-"}
-    title = "Share of a step that is not computing, by number of parameters"
-    return Panel(title, "% of a step", lines=lines, styles=styles, across="ranks", ranks=True)
+        for nodes, marker in zip(dict.fromkeys(row[1] for row in rows), "os", strict=False):
+            label, points = f"{name}, {nodes} host(s), measured", [r for r in rows if r[:2] == [name, nodes]]
+            lines[label] = [row[2] for row in points], [row[5] for row in points]
+            styles[label] = {"color": f"C{number}", "marker": marker, "linestyle": "none", "markersize": 7}
+        if planned:
+            label = f"{name}, planner"
+            lines[label] = PLANNED, [100 * planned[name][str(ranks)] for ranks in PLANNED]
+            styles[label] = {"color": f"C{number}", "marker": ""}
+    return Panel("", "not computing, % of a step", lines=lines, styles=styles, across="ranks", doubling=True)

@@ -52,20 +52,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.runner import peers
 from benchmarks.runner.jobs import BenchmarkParser, asked_for_device, run, timed
-from benchmarks.runner.peers import (
-    OUR_DDP,
-    OURS,
-    SINGLE,
-    Shape,
-    Trainee,
-    batches,
-    contender,
-    contenders,
-    gloo,
-    mean_losses,
-    on_device,
-)
+from benchmarks.runner.peers import OUR_DDP, OURS, SINGLE, Shape, Trainee
 from benchmarks.runner.report import Panel, Report, ReportTable, ReportTarget, ratio, target_of
 from benchmarks.runner.training_runs import trim
 from mpitrain.comm import Communicator
@@ -174,7 +163,7 @@ def parser() -> BenchmarkParser:
     """Return the options of the benchmark."""
     what = "Compare a training step of DDP and ZeRO with torch DDP, FSDP2 and DeepSpeed."
     options_parser = BenchmarkParser("step", what, "2", repeats=21, seconds=300.0, of="one batch, or one size")
-    options_parser.names("only", contenders(), "only these contenders, and one process")
+    options_parser.names("only", peers.contenders(), "only these contenders, and one process")
     options_parser.number("width", SHAPE.width, "model.width, on the CPU", quick=64)
     options_parser.device("cpu: in fp32; else in bf16 on")
     options_parser.number("samples", 8, f"of {DEVICE_SHAPE.tokens} tokens a rank, on a device", quick=2)
@@ -197,7 +186,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         raise InputError("one rank has nothing to reduce; use at least 2 ranks", agreed=True)
     shape = replace(QUICK_SHAPE if options.quick else SHAPE, width=options.width)
     sizes = {HEAVY: 1} if options.quick else {HEAVY: 1, LIGHT: 4}  # samples a rank
-    with gloo(world):
+    with peers.gloo(world):
         by_batch = {batch: _measure(world, shape, samples, options) for batch, samples in sizes.items()}
     return {"nodes": world.num_nodes, "sizes": {str(shape.numel): by_batch}}
 
@@ -212,9 +201,9 @@ def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.
         options: Options of the command.
     """
     size = f"{shape.numel / 1e6:.1f} M parameters, {samples} x {shape.tokens} tokens"
-    with created(world, shape, samples, _selected(contenders(), options)) as trainees:
+    with created(world, shape, samples, _selected(peers.contenders(), options)) as trainees:
         times = timed(world, size, {n: Contender(t.step, t.prepare, single=True) for n, t in trainees.items()}, options)
-        losses = mean_losses(world, trainees, _AGREE)
+        losses = peers.mean_losses(world, trainees, _AGREE)
     results, alone = {}, times[SINGLE].median
     for name, took in times.items():
         values: dict[str, Any] = {"median": took.median, "best": took.best, "repeats": len(took.all)}
@@ -237,7 +226,7 @@ def created(world: Communicator, shape: Shape, samples: int, names: Sequence[str
         samples: Samples per rank.
         names: Names of the contenders.
     """
-    trainees = {name: contender(name, world, shape, samples) for name in names}
+    trainees = {name: peers.contender(name, world, shape, samples) for name in names}
     yield trainees
     for trainee in trainees.values():
         trainee.close()
@@ -267,13 +256,13 @@ def measure_on_device(world: Communicator, options: argparse.Namespace) -> dict[
     shape, samples = QUICK_SHAPE if options.quick else DEVICE_SHAPE, options.samples
     places = world.all_gather_object([world.node, _place(world, device)])
     devices = len({(node, place) for node, place in places})
-    with on_device(world, device, devices == world.size) as backend:
-        of = [(x.to(device), y.to(device)) for x, y in islice(batches(shape, samples, world.rank), _STEPS)]
+    with peers.on_device(world, device, devices == world.size) as backend:
+        of = [(x.to(device), y.to(device)) for x, y in islice(peers.batches(shape, samples, world.rank), _STEPS)]
         names = [n for n in _selected(_ON_DEVICE, options) if backend or n != "torch DDP"]
-        trainees = {name: contender(name, world, shape, samples, cycle(of), device) for name in names}
+        trainees = {name: peers.contender(name, world, shape, samples, cycle(of), device) for name in names}
         calls = {name: partial(_repeat, trainee, device) for name, trainee in trainees.items()}
         times = timed(world, f"on {device.type}", calls, options)
-        losses = mean_losses(world, trainees, _AGREE_BF16)
+        losses = peers.mean_losses(world, trainees, _AGREE_BF16)
         for trainee in trainees.values():
             trainee.close()
     tokens = samples * shape.tokens * world.size

@@ -254,18 +254,6 @@ def _targets(ranks: int, results: Stats) -> list[ReportTarget]:
     return targets
 
 
-def sent(of: dict[str, Any]) -> tuple[float | None, float | None]:
-    """Return the bytes that a rank sends per step, (inside its node, between nodes); None if unknown.
-
-    Args:
-        of: Values of one strategy, from `measured_runs`.
-    """
-    counted = of["sent"]
-    if counted["rows"]:
-        return counted["inside"], counted["between"]
-    return counted["loopback"], None if counted["loopback"] is None else 0.0
-
-
 def _table(ranks: int, result: dict[str, Any]) -> ReportTable:
     results: Stats = result["found"]
     model = ", ".join(f"{key} {value}" for key, value in result["model"].items() if key != "name")
@@ -274,7 +262,7 @@ def _table(ranks: int, result: dict[str, Any]) -> ReportTable:
     rows: list[list[Cell]] = []
     for name, of in results.items():
         kinds = [of["largest"][kind] / MIB or None for kind in KINDS]
-        through = [None if nbytes is None else nbytes / 1e6 for nbytes in sent(of)]
+        through = [None if nbytes is None else nbytes / 1e6 for nbytes in of["sent"].values()]
         step = step_seconds(of)
         rows.append([name, step * 1e3, step / base, of["memory"] / MIB, *kinds, *through, f"{of['losses'][-1]:.5f}"])
     columns = ("strategy", "step ms", "/ DDP", "peak MiB", *KINDS, "MB sent inside", "MB sent between", "loss")
@@ -293,7 +281,7 @@ def _panels(ranks: int, result: dict[str, Any]) -> list[Panel]:
     times = {name: step_seconds(of) * 1e3 for name, of in results.items()}
     colours = ["tab:orange" if name in peers() else "tab:blue" for name in results]
     memory = {kind: [of["largest"][kind] / MIB for of in results.values()] for kind in KINDS}
-    tiers = zip(*([(nbytes or 0.0) / 1e6 for nbytes in sent(of)] for of in results.values()), strict=True)
+    tiers = zip(*([(nbytes or 0.0) / 1e6 for nbytes in of["sent"].values()] for of in results.values()), strict=True)
     through = dict(zip(("inside a node", "between nodes"), map(list, tiers), strict=True))
     names, title = list(results), f"memory of the rank with most, {ranks} ranks"
     return [
