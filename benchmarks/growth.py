@@ -244,4 +244,4 @@ def _panel(rows: Sequence[Sequence[Any]], planned: Shares) -> Panel:
             label = f"{name}, planner"
             lines[label] = PLANNED, [100 * planned[name][str(ranks)] for ranks in PLANNED]
             styles[label] = {"color": f"C{number}", "marker": ""}
-    return Panel("", "not computing, % of a step", lines=lines, styles=styles, across="ranks", doubling=True)
+    return Panel("not computing, % of a step", "ranks", lines, styles, doubling=True)

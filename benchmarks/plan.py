@@ -228,48 +228,36 @@ class Shifted(nn.Module):
 
 
 class ShiftModel(nn.Sequential):
-    """A language model of `Shifted` blocks: tokens [batch, sequence] to scores [batch, sequence, vocabulary].
-
-    The head does not share its weights with the embedding.
-    """
-
-    def __init__(self, vocabulary: int, layers: int, width: int, inner: int) -> None:
-        blocks = [Shifted(width, inner, 1 << number % 6) for number in range(layers)]
-        super().__init__(nn.Embedding(vocabulary, width), *blocks, nn.LayerNorm(width), nn.Linear(width, vocabulary))
-        self.criterion = cross_entropy
+    """A language model of `Shifted` blocks: tokens [batch, sequence] to scores [batch, sequence, vocabulary]."""
 
     def tensor_plan(self) -> dict[str, str]:
         """Return the tensor-parallel plan, which divides the feed-forward layers."""
         return {"*.gate": "column", "*.up": "column", "*.down": "row"}
 
-    def loss(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy in nats per token.
 
-        Args:
-            output: Scores [batch, sequence, vocabulary].
-            y: Target tokens [batch, sequence].
-        """
-        return self.criterion(output, y)
-
-
-def make(description: Description, layers: int = 6, width: int = 192, inner: int = 768) -> nn.Module:
-    """Create a `ShiftModel`; the target of the setting `model.factory`.
+def make(description: Description, layers: int = 6, width: int = 192, inner: int = 768) -> tuple[nn.Module, Any]:
+    """Create a `ShiftModel`, whose head does not share its weights with the embedding; a setting `model.factory`.
 
     Args:
         description: Description of the data, with the size of the vocabulary.
         layers: Number of blocks.
         width: Features of a position.
         inner: Features inside a block.
+
+    Returns:
+        The model and its loss.
     """
     assert description.vocabulary is not None
-    return ShiftModel(description.vocabulary, layers, width, inner)
+    blocks = [Shifted(width, inner, 1 << number % 6) for number in range(layers)]
+    ends = nn.LayerNorm(width), nn.Linear(width, description.vocabulary)
+    return ShiftModel(nn.Embedding(description.vocabulary, width), *blocks, *ends), cross_entropy
 
 
 # -- the report --------------------------------------------------------------------------------------------
 
 
 def report(results: dict[int, dict[str, list[Row]]], options: argparse.Namespace) -> Report:
-    """Return the report with tables, targets and plots.
+    """Return the report with table, targets and plots.
 
     Args:
         results: Results of `measure`, by number of ranks.
@@ -277,7 +265,6 @@ def report(results: dict[int, dict[str, list[Row]]], options: argparse.Namespace
     """
     groups = {(model, ranks): rows for ranks, cases in results.items() for model, rows in cases.items()}
     models = list(dict.fromkeys(model for model, _ in groups))
-    tables = [_summary(groups), *(table(ranks, model, rows) for (model, ranks), rows in groups.items())]
     every = [row for rows in groups.values() for row in rows]
     order = [_order([row for (name, _), rows in groups.items() if name == model for row in rows]) for model in models]
     chosen = [_choice(rows) for rows in groups.values()]
@@ -291,7 +278,7 @@ def report(results: dict[int, dict[str, list[Row]]], options: argparse.Namespace
         target_of(order_what, min(order), least=_RANKS, text=_texts(order)),
         target_of("time of the first choice / the best measured", max(chosen), most=_CHOICE, text=_texts(chosen)),
     ]
-    return Report("Predicted and measured steps", tables, targets, [_panels(results)])
+    return Report("Predicted and measured steps", [_summary(groups)], targets, [_panels(results)])
 
 
 def _summary(groups: Mapping[tuple[str, int], Sequence[Row]]) -> ReportTable:
@@ -349,27 +336,6 @@ def _agreement(rows: Sequence[Row]) -> float:
     return statistics.mean(_correlation(one, other) for one, other in combinations(map(list, rounds), 2))
 
 
-def table(ranks: int, model: str, rows: Sequence[Row]) -> ReportTable:
-    """Return the table of predicted and measured values.
-
-    Args:
-        ranks: Number of ranks.
-        model: Name of the model.
-        rows: Predicted and measured values of each layout.
-    """
-    columns = ["layout", "choice", "predicted, ms", "measured, ms", "ratio", "predicted, MiB", "measured, MiB", "ratio"]
-    columns += ["account, MiB"]
-    cells = []
-    for row in sorted(rows, key=seconds):
-        nbytes, used = predicted_bytes(row), row["measured"]["memory"]
-        choice = row["choice"] + 1 if row["choice"] >= 0 else None
-        time = (1e3 * row["seconds"], 1e3 * seconds(row), row["seconds"] / seconds(row))
-        account = sum(row["measured"]["account"].values()) / MIB
-        cells.append((row["layout"], choice, *time, nbytes / MIB, used / MIB, nbytes / used, account))
-    note = f"Rank correlation {_order(rows):.2f}. Memory is counted above that of a process without a model."
-    return ReportTable(f"{model}, {ranks} ranks", columns, cells, note)
-
-
 def _panels(results: dict[int, dict[str, list[Row]]]) -> list[Panel]:
     """Return two plots, of predicted against measured times and bytes, with points by model and number of ranks."""
     groups = {f"{model}, {ranks} ranks": rows for ranks, cases in results.items() for model, rows in cases.items()}
@@ -379,6 +345,6 @@ def _panels(results: dict[int, dict[str, list[Row]]]) -> list[Panel]:
         for name, rows in groups.items()
     }
     return [
-        Panel("", f"predicted, {unit}", lines=lines, across=f"measured, {unit}", log=True, band=band)
+        Panel(f"predicted, {unit}", f"measured, {unit}", lines, log=True, band=band)
         for unit, lines, band in (("ms per step", times, _TIME), ("MiB per rank", memory, _MEMORY))
     ]

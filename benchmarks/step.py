@@ -54,8 +54,8 @@ import torch
 
 from benchmarks.runner import peers
 from benchmarks.runner.jobs import BenchmarkParser, asked_for_device, run, timed
-from benchmarks.runner.peers import OUR_DDP, OURS, SINGLE, Shape, Trainee
-from benchmarks.runner.report import Panel, Report, ReportTable, ReportTarget, ratio, target_of
+from benchmarks.runner.peers import OUR_DDP, SINGLE, Shape, Trainee
+from benchmarks.runner.report import Report, ReportTable, ReportTarget, ratio, target_of
 from benchmarks.runner.training_runs import trim
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as hardware
@@ -76,7 +76,7 @@ Stats = dict[str, dict[str, Any]]  # measured values by contender, for one model
 
 
 def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
-    """Return the report with tables, targets and plots, for the CPU or for a device.
+    """Return the report with tables and targets, for the CPU or for a device.
 
     Args:
         results: Results of `measure`, by number of ranks.
@@ -84,20 +84,11 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
     """
     if asked_for_device(options):
         return report_on_device(results)
-    tables = [_times(*each) for each in _each(results)]
-    targets = [t for ranks, _, batch, stats in _each(results) if batch == HEAVY for t in _targets(ranks, stats)]
-    panels = [_panels(ranks, batch, stats) for ranks, _, batch, stats in _each(results)]
-    return Report("A training step", tables, targets, panels)
-
-
-def _each(results: dict[int, Result]) -> list[tuple[int, int, str, Stats]]:
-    """Return one (ranks, number of parameters, batch, values by contender) per measured case."""
-    return [
-        (ranks, int(numel), batch, stats)
-        for ranks, result in results.items()
-        for numel, batches in result["sizes"].items()
-        for batch, stats in batches.items()
-    ]
+    tables, targets = [], []
+    for ranks, result in results.items():
+        tables += [_times(ranks, result["parameters"], *each) for each in result["batches"].items()]
+        targets += _targets(ranks, result["batches"][HEAVY])
+    return Report("A training step", tables, targets)
 
 
 # -- targets -----------------------------------------------------------------------------------------------
@@ -128,20 +119,6 @@ def _times(ranks: int, numel: int, batch: str, stats: Stats) -> ReportTable:
     )
     title = f"Step time, {ranks} ranks, {batch}, {numel / 1e6:.1f} M parameters"
     return ReportTable(title, ("contender", "step ms", "/ one process", "not computing ms"), rows, note)
-
-
-# -- plots -------------------------------------------------------------------------------------------------
-
-
-def _panels(ranks: int, batch: str, stats: Stats) -> list[Panel]:
-    """Return plots of step time and time not computing; one process is grey, ours blue, peers orange."""
-    colours = ["tab:gray" if n == SINGLE else "tab:blue" if n in (*OURS, OUR_DDP) else "tab:orange" for n in stats]
-    step, waiting = ({name: of[key] * 1e3 for name, of in stats.items()} for key in ("median", "waiting"))
-    title = f"{ranks} ranks, {batch}"
-    return [
-        Panel(title, "step, ms", step, colours=colours, mark=step[SINGLE]),
-        Panel(title, "not computing, ms", waiting, colours=colours),
-    ]
 
 
 SHAPE = Shape(vocabulary=2048, layers=6, width=512, tokens=128)
@@ -178,7 +155,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         options: Options of the command.
 
     Returns:
-        Measured values, by number of parameters, batch and contender; for a device, see `measure_on_device`.
+        Number of parameters, and measured values by batch and contender; for a device, see `measure_on_device`.
     """
     if asked_for_device(options):
         return measure_on_device(world, options)
@@ -188,7 +165,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     sizes = {HEAVY: 1} if options.quick else {HEAVY: 1, LIGHT: 4}  # samples a rank
     with peers.gloo(world):
         by_batch = {batch: _measure(world, shape, samples, options) for batch, samples in sizes.items()}
-    return {"nodes": world.num_nodes, "sizes": {str(shape.numel): by_batch}}
+    return {"nodes": world.num_nodes, "parameters": shape.numel, "batches": by_batch}
 
 
 def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.Namespace) -> dict[str, dict[str, Any]]:

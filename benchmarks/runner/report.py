@@ -130,51 +130,43 @@ def milliseconds(times: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Panel:
-    """A plot with horizontal bars, or with lines.
+    """A plot of lines or points.
 
     Attributes:
-        title: Heading above the plot.
-        label: Label of the values: the x axis of bars, the y axis of lines.
-        bars: Length of each bar, by name; with `names`, the lengths for each of them, by series.
-        names: Names of the groups of bars if there are several series; empty: each bar stands alone.
-        stacked: If true, the bars of a group are stacked instead of placed side by side.
-        colours: Colour of each bar, if there is one series; None: matplotlib's default.
-        lines: (x values, y values) of each line, by label; used instead of bars if not empty.
+        label: Label of the y axis.
+        across: Label of the x axis.
+        lines: (x values, y values) of each line, by label.
         styles: Keyword arguments of matplotlib's `plot`, by label of the line.
-        across: Label of the x axis of lines.
-        log: If true, the axis of values is logarithmic; for lines, both axes.
-        doubling: If true, the x axis of lines is logarithmic, in powers of two.
-        mark: Value marked by a thin line; None: no mark.
+        title: Heading above the plot; empty: none.
+        log: If true, both axes are logarithmic.
+        doubling: If true, the x axis is logarithmic, in powers of two.
+        mark: y value marked by a thin line; None: no mark.
         band: Half width of a band around y = x, relative to x, in a plot of points instead of lines; None: no band.
     """
 
-    title: str
     label: str
-    bars: Mapping[str, Any] = field(default_factory=dict)
-    names: Sequence[str] = ()
-    stacked: bool = False
-    colours: Sequence[str] | None = None
-    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
+    across: str
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
     styles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    across: str = ""
+    title: str = ""
     log: bool = False
     doubling: bool = False
     mark: float | None = None
     band: float | None = None
 
+    @property
+    def wide(self) -> bool:
+        """True if the plot has so many lines that their names stand beside it."""
+        return len(self.lines) > 8
+
     def draw(self, axes: Any) -> None:
         """Draw the plot on `axes` of matplotlib."""
-        axes.set_title(self.title)
-        if self.lines:
-            for label, (x, y) in self.lines.items():
-                style = {"marker": "o" if self.band else ".", "linestyle": "" if self.band else "-", "alpha": 0.7}
-                axes.plot(x, y, label=label, **(style | self.styles.get(label, {})))
-            axes.set(xlabel=self.across, ylabel=self.label)
-        else:
-            self._draw_bars(axes)
-            axes.set_xlabel(self.label)
+        for label, (x, y) in self.lines.items():
+            style = {"marker": "."} if self.band is None else {"marker": "o", "linestyle": "none"}
+            axes.plot(x, y, label=label, **({"alpha": 0.7} | style | self.styles.get(label, {})))
+        axes.set(title=self.title, xlabel=self.across, ylabel=self.label)
         if self.log:
-            axes.set(xscale="log", **({"yscale": "log"} if self.lines else {}))
+            axes.set(xscale="log", yscale="log")
         if self.doubling:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -185,26 +177,8 @@ class Panel:
             low, high = ([end * (1 + sign * self.band) for end in ends] for sign in (-1, 1))
             axes.fill_between(ends, low, high, color="grey", alpha=0.2)
         if self.mark is not None:
-            (axes.axhline if self.lines else axes.axvline)(self.mark, color="black", linewidth=0.8)
-        if self.lines or self.names:
-            axes.legend(fontsize="small", **({"loc": "upper left", "bbox_to_anchor": (1, 1)} if self.wide else {}))
-
-    @property
-    def wide(self) -> bool:
-        """True if the plot has so many lines that their names stand beside it."""
-        return len(self.lines) > 8
-
-    def _draw_bars(self, axes: Any) -> None:
-        names = self.names or list(self.bars)
-        series = self.bars if self.names else {"": list(self.bars.values())}
-        width, left = 0.8 / (1 if self.stacked else max(1, len(series))), [0.0] * len(names)
-        for number, (label, values) in enumerate(series.items()):
-            shift = 0.0 if self.stacked else (number - (len(series) - 1) / 2) * width
-            axes.barh([i + shift for i in range(len(names))], values, width, left=left, label=label, color=self.colours)
-            if self.stacked:
-                left = [before + value for before, value in zip(left, values, strict=True)]
-        axes.set_yticks(range(len(names)), names)
-        axes.invert_yaxis()
+            axes.axhline(self.mark, color="black", linewidth=0.8)
+        axes.legend(fontsize="small", **({"loc": "upper left", "bbox_to_anchor": (1, 1)} if self.wide else {}))
 
 
 @dataclass(frozen=True)
@@ -402,11 +376,9 @@ def plot(values: Values, path: Path) -> bool:
     except ImportError:
         print("no plot, because matplotlib is not installed; run pip install matplotlib")
         return False
-    wide = len(rows[0])
-    longest = [max(len(panel.names or panel.bars) for panel in panels) for panels in rows]
-    width = 6 * wide + 3 * any(panel.wide for panel in rows[0])
-    figure = Figure(figsize=(width, sum(max(4.0, 1.4 + 0.32 * bars) for bars in longest)), layout="constrained")
-    for axes, panels in zip(figure.subplots(len(rows), wide, squeeze=False), rows, strict=True):
+    width = sum(9 if panel.wide else 6 for panel in rows[0])
+    figure = Figure(figsize=(width, 4 * len(rows)), layout="constrained")
+    for axes, panels in zip(figure.subplots(len(rows), len(rows[0]), squeeze=False), rows, strict=True):
         for one, panel in zip(axes, panels, strict=True):
             panel.draw(one)
     with replacing(path) as aside:
