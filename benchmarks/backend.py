@@ -98,10 +98,6 @@ def _all_reduce(group: dist.ProcessGroup | None, mib: int) -> Callable[[], objec
     return lambda: dist.all_reduce(x, group=group)
 
 
-def _ddp(model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-    return DistributedDataParallel(model, process_group=group)
-
-
 def _fsdp_kept(model: Any, group: Any) -> nn.Module:
     wrapped = fully_sharded(model, group)
     for module in wrapped.modules():
@@ -111,7 +107,7 @@ def _fsdp_kept(model: Any, group: Any) -> nn.Module:
 
 
 WRAPS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
-    "DDP": _ddp,
+    "DDP": lambda model, group: DistributedDataParallel(model, process_group=group),
     "FSDP2": fully_sharded,
     "FSDP2 kept": _fsdp_kept,
 }

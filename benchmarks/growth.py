@@ -37,7 +37,7 @@ import torch
 
 from benchmarks.runner.jobs import BenchmarkParser, quiet, run, say
 from benchmarks.runner.report import ROOT, Panel, Report, ReportTable
-from benchmarks.runner.training_runs import TrainerRun
+from benchmarks.runner.training_runs import UNENDING, TrainerRun, merged
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
 from mpitrain.measuring.self_start import is_launched
@@ -83,11 +83,8 @@ def _parser() -> BenchmarkParser:
 def _config(name: str, ranks: int) -> dict[str, dict[str, Any]]:
     """Return the configuration of a model, a key of `SIZES`, on a number of ranks, by section and key."""
     layers, width = SIZES[name]
-    return {
-        "run": {"device": "cpu", "dir": "unused"},
-        "model": {"name": "gpt", "layers": layers, "width": width, "heads": width // 64, "sequence": TOKENS},
-        "train": {"batch": ranks, "steps": 1000, "evaluate_every": 0},
-    }
+    model = {"name": "gpt", "layers": layers, "width": width, "heads": width // 64, "sequence": TOKENS}
+    return merged(UNENDING, {"model": model, "train": {"batch": ranks}})
 
 
 def _fitting(ranks: int, options: argparse.Namespace) -> list[str]:

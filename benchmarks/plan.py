@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from benchmarks.runner.jobs import BenchmarkParser, run
 from benchmarks.runner.report import MIB, Panel, Report, ReportTable, rank_correlation, target_of
-from benchmarks.runner.training_runs import TrainerRun, measured_runs, merged, step_seconds
+from benchmarks.runner.training_runs import UNENDING, TrainerRun, Values, measured_runs, merged, step_seconds
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
@@ -37,7 +37,7 @@ from mpitrain.measuring.self_start import is_launched
 from mpitrain.models.losses import cross_entropy
 from mpitrain.parallel.layouts import ParallelLayout, read, settings, text
 from mpitrain.parallel.rules import rules_of
-from mpitrain.planner.machine import read_machine
+from mpitrain.planner.machine import MachineProfile, read_machine
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
 from mpitrain.planner.search import best
@@ -116,27 +116,25 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     return measured
 
 
-def _predictions(options: argparse.Namespace) -> dict[str, dict[str, list[dict[str, Any]]]]:
+def _predictions(options: argparse.Namespace) -> dict[str, dict[str, list[Row]]]:
     """Return the layouts to measure with their predictions, by number of ranks (as text) and model."""
     machine = read_machine(options.machine)
     models = QUICK if options.quick else {name: MODELS[name] for name in options.models.split(",")}
-    predictions: dict[str, dict[str, list[dict[str, Any]]]] = {str(ranks): {} for ranks in options.ranks}
-    for name, values in models.items():
-        print(f"planning {name} …", flush=True)
-        for ranks, predicted in _planned(values, machine, options).items():
-            predictions[str(ranks)][name] = predicted
-    return predictions
+    planned = {name: _planned(name, values, machine, options) for name, values in models.items()}
+    return {str(ranks): {name: of[ranks] for name, of in planned.items()} for ranks in options.ranks}
 
 
-def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespace) -> dict[int, list[dict[str, Any]]]:
+def _planned(name: str, values: Values, machine: MachineProfile, options: argparse.Namespace) -> dict[int, list[Row]]:
     """Return the layouts of one model with their predictions, by number of ranks.
 
     Args:
+        name: Name of the model.
         values: The configuration of the model, by section and key.
         machine: Machine profile.
         options: Options of the command.
     """
-    base = merged(values, {"train": {"steps": 1000, "evaluate_every": 0}, "run": {"device": "cpu", "dir": "unused"}})
+    print(f"planning {name} …", flush=True)
+    base = merged(UNENDING, values)
     config = Config.from_dict(base)
     planned = {}
     for ranks in options.ranks:
@@ -154,16 +152,9 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
                 prediction = predictor.predict(layout)
             except MpitrainError:
                 continue  # this layout is not possible for the model
-            rows.append(
-                {
-                    "layout": text(layout),
-                    "choice": number,
-                    "config": merged(base, settings(layout)),
-                    "seconds": prediction.seconds,
-                    "parts": dict(prediction.times),
-                    "memory": dict(prediction.memory),
-                }
-            )
+            row = {"layout": text(layout), "choice": number, "config": merged(base, settings(layout))}
+            parts, memory = dict(prediction.times), dict(prediction.memory)
+            rows.append(row | {"seconds": prediction.seconds, "parts": parts, "memory": memory})
         if not rows:
             raise InputError(f"no layout of {ranks} ranks is possible")
         model.close()

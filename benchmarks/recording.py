@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.runner.jobs import BenchmarkParser, gpt, quiet, run, timed
 from benchmarks.runner.report import Report, ReportTable, target_of
-from benchmarks.runner.training_runs import TrainerRun
+from benchmarks.runner.training_runs import UNENDING, TrainerRun, merged
 from mpitrain.comm import Communicator
 from mpitrain.speeds.timing import Contender
 from mpitrain.trainer.recording.timeline import Recording
@@ -75,11 +75,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     Returns:
         Seconds of each step, not recorded and recorded, and the mean number of entries.
     """
-    config = {
-        "run": {"device": "cpu", "dir": "unused"},
-        "model": gpt(options),
-        "train": {"batch": _BATCH * world.size, "steps": 1000, "evaluate_every": 0},
-    }
+    config = merged(UNENDING, {"model": gpt(options), "train": {"batch": _BATCH * world.size}})
     with quiet():
         training = _RecordedRun(world, config)
         training.prepare()

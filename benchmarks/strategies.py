@@ -33,7 +33,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from benchmarks.runner.jobs import BenchmarkParser, gpt, run
 from benchmarks.runner.peers import MakePeer, gloo, peers, require_equal
 from benchmarks.runner.report import MIB, Cell, Report, ReportTable, ReportTarget, target_of
-from benchmarks.runner.training_runs import KINDS, TrainerRun, TrainingRun, Values, measured_runs, merged, step_seconds
+from benchmarks.runner.training_runs import (
+    KINDS,
+    UNENDING,
+    TrainerRun,
+    TrainingRun,
+    Values,
+    measured_runs,
+    merged,
+    step_seconds,
+)
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
@@ -75,14 +84,18 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     Returns:
         Number of nodes, [model], global batch, and the values of `measured_runs` by strategy.
     """
-    base = _base(world, options)
-    ours, theirs = strategies(world.size, base["model"]), peers()
-    names = _selected(options, [*ours, *theirs])
+    train = {"batch": options.samples * world.size, "clip": 0.0}
+    optim = {"schedule": "constant", "warmup": 0, "lr": 1e-3}
+    base = merged(UNENDING, {"model": gpt(options), "train": train, "optim": optim})
     makes: dict[str, Callable[[], TrainingRun]] = {
-        **{name: partial(TrainerRun, world, merged(base, values)) for name, values in ours.items()},
-        **{name: partial(PeerRun, world, base, make) for name, make in theirs.items()},
+        name: partial(TrainerRun, world, merged(base, values))
+        for name, values in strategies(world.size, base["model"]).items()
     }
-    runs = {name: make for name, make in makes.items() if name in names}
+    makes |= {name: partial(PeerRun, world, base, make) for name, make in peers().items()}
+    only = {DDP, *(name.strip() for name in options.only.split(";"))} if options.only else {*makes}
+    if unknown := only - {*makes}:
+        raise InputError(f"there is no strategy {min(unknown)!r} here; use one of {'; '.join(makes)}", agreed=True)
+    runs = {name: make for name, make in makes.items() if name in only}
     with gloo(world):
         results = measured_runs(world, runs, options.rounds, options.steps, 2.0 if options.quick else SECONDS)
     require_equal({name: of["losses"] for name, of in results.items()}, _AGREE)
@@ -123,26 +136,6 @@ def _shapes(ranks: int) -> list[tuple[int, int]]:
     if ranks % 4 == 0:
         shapes += [(2, 2)]
     return list(dict.fromkeys(shapes))
-
-
-def _base(world: Communicator, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the configuration that all strategies have in common, by section and key."""
-    return {
-        "run": {"device": "cpu", "dir": "unused"},
-        "model": gpt(options),
-        "train": {"batch": options.samples * world.size, "steps": 1000, "evaluate_every": 0, "clip": 0.0},
-        "optim": {"schedule": "constant", "warmup": 0, "lr": 1e-3},
-    }
-
-
-def _selected(options: argparse.Namespace, names: Sequence[str]) -> set[str]:
-    if options.only is None:
-        return set(names)
-    asked = [name.strip() for name in options.only.split(";")]
-    unknown = [name for name in asked if name not in names]
-    if unknown:
-        raise InputError(f"there is no strategy {unknown[0]!r} here; use one of {'; '.join(names)}", agreed=True)
-    return {DDP, *asked}
 
 
 class PeerRun:

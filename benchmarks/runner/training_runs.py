@@ -42,6 +42,8 @@ WARM = 2  # warm-up steps, which do not count
 _WATCHED = 3  # steps whose memory and bytes sent are measured
 
 Values = Mapping[str, Mapping[str, Any]]  # a configuration by section and key
+# what all training runs have in common
+UNENDING: Values = {"run": {"device": "cpu", "dir": "unused"}, "train": {"steps": 1000, "evaluate_every": 0}}
 
 
 class TrainingRun(Protocol):
