@@ -177,7 +177,7 @@ def predictions(results: dict[int, Any], file: str) -> Shares:
     places = [(str(ranks), ranks, -(-ranks // cores), machine) for ranks in PLANNED]
     for ranks, result in results.items():
         places.append((f"{ranks} on {result['nodes']}", ranks, result["nodes"], _sharing(machine, result["nodes"])))
-    for name in SIZES:
+    for name in dict.fromkeys(name for result in results.values() for name in result["times"]):
         print(f"planning {name} …", flush=True)
         config = Config.from_dict(_config(name, 1))
         model = profile_of(config, description_of(config), machine, ranks_per_node=cores)
@@ -237,7 +237,7 @@ def _panel(rows: Sequence[Sequence[Any]], planned: Shares) -> Panel:
             label, points = f"{name}, {nodes} host(s), measured", [r for r in rows if r[:2] == [name, nodes]]
             lines[label] = [row[2] for row in points], [row[5] for row in points]
             styles[label] = {"color": f"C{number}", "marker": marker, "linestyle": "none", "markersize": 7}
-        if planned:
+        if name in planned:
             label = f"{name}, planner"
             lines[label] = PLANNED, [100 * planned[name][str(ranks)] for ranks in PLANNED]
             styles[label] = {"color": f"C{number}", "marker": ""}

@@ -69,7 +69,7 @@ def test_predictions_use_the_measured_network_and_the_shared_cores(tmp_path, mon
     monkeypatch.setattr(growth, "profile_of", lambda *args, **kwargs: Profile())
     monkeypatch.setattr(growth, "_predicted", predicted)
     cores = read_machine(tmp_path / "machine.toml").cores
-    shares = growth.predictions({2: result(), 6: result(3)}, str(tmp_path / "machine.toml"))
+    shares = growth.predictions({2: result(**{"5_M": [1.0, 1.0]}), 6: result(3)}, str(tmp_path / "machine.toml"))
     assert shares["5 M"].keys() == {"2 on 1", "6 on 3", *map(str, growth.PLANNED)}
     assert seen[6, 3, cores / 3] == (cores, 1e-3)
     assert seen[4096, 4096 // cores, cores][1] == 1e-3
