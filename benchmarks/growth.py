@@ -174,14 +174,15 @@ def predictions(results: dict[int, Any], file: str) -> Shares:
     between = {name: value for result in results.values() for name, value in result["between"].items()}
     machine = replace(machine, links=replace(machine.links, **between))
     cores, shares = max(1, int(machine.cores)), dict[str, dict[str, float]]()
-    places = [(str(ranks), ranks, -(-ranks // cores), machine) for ranks in PLANNED]
+    places = {str(ranks): (ranks, -(-ranks // cores), machine) for ranks in PLANNED}
     for ranks, result in results.items():
-        places.append((f"{ranks} on {result['nodes']}", ranks, result["nodes"], _sharing(machine, result["nodes"])))
+        nodes = result["nodes"]
+        places[f"{ranks} on {nodes}"] = ranks, nodes, _sharing(machine, nodes)
     for name in dict.fromkeys(name for result in results.values() for name in result["times"]):
         print(f"planning {name} …", flush=True)
         config = Config.from_dict(_config(name, 1))
         model = profile_of(config, description_of(config), machine, ranks_per_node=cores)
-        shares[name] = {place: _predicted(model, *where) for place, *where in places}
+        shares[name] = {place: _predicted(model, *where) for place, where in places.items()}
         model.close()
     return shares
 

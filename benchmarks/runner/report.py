@@ -163,7 +163,7 @@ class Panel:
         """Draw the plot on `axes` of matplotlib."""
         for label, (x, y) in self.lines.items():
             style = {"marker": "."} if self.band is None else {"marker": "o", "linestyle": "none"}
-            axes.plot(x, y, label=label, **({"alpha": 0.7} | style | self.styles.get(label, {})))
+            axes.plot(x, y, **{"label": label, "alpha": 0.7, **style, **self.styles.get(label, {})})
         axes.set(title=self.title, xlabel=self.across, ylabel=self.label)
         if self.log:
             axes.set(xscale="log", yscale="log")
