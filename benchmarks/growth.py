@@ -227,7 +227,7 @@ def report(results: dict[int, Any], planned: Shares) -> Report:
         "did not fit into its memory."
     )
     tables = [ReportTable("Share of a step that is not computing", columns, rows, note)]
-    return Report("Share of a step that is not computing", tables, panels=[[_panel(rows, planned)]])
+    return Report("Share of a step that is not computing", tables, panels=[_panel(rows, planned)])
 
 
 def _panel(rows: Sequence[Sequence[Any]], planned: Shares) -> Panel:

@@ -269,7 +269,7 @@ def report(results: dict[int, dict[str, list[Row]]], options: argparse.Namespace
         target_of(order_what, min(order), least=_RANKS, text=_texts(order)),
         target_of("time of the first choice / the best measured", max(chosen), most=_CHOICE, text=_texts(chosen)),
     ]
-    return Report("Predicted and measured steps", [_summary(groups)], targets, [_panels(results)])
+    return Report("Predicted and measured steps", [_summary(groups)], targets, _panels(results))
 
 
 def _summary(groups: Mapping[tuple[str, int], Sequence[Row]]) -> ReportTable:

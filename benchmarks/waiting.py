@@ -214,8 +214,8 @@ def report(results: dict[int, dict[str, Stats]], options: argparse.Namespace) ->
         )
         tables.append(ReportTable(f"{ranks - 1} workers", columns, rows, note))
         lines = {name: (list(accumulate(of["seconds"])), smoothed(of["loss"])) for name, of in runs.items()}
-        panels.append(Panel("loss, nats per token", "seconds", lines, title=f"{ranks - 1} workers", mark=goal))
-    return Report("Training with a slow rank", tables, targets, [panels])
+        panels.append(Panel("loss, nats per token", "seconds", lines, title=f"{ranks - 1} workers"))
+    return Report("Training with a slow rank", tables, targets, panels)
 
 
 def tokens_per_second(of: Stats) -> float:

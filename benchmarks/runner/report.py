@@ -140,7 +140,6 @@ class Panel:
         title: Heading above the plot; empty: none.
         log: If true, both axes are logarithmic.
         doubling: If true, the x axis is logarithmic, in powers of two.
-        mark: y value marked by a thin line; None: no mark.
         band: Half width of a band around y = x, relative to x, in a plot of points instead of lines; None: no band.
     """
 
@@ -151,7 +150,6 @@ class Panel:
     title: str = ""
     log: bool = False
     doubling: bool = False
-    mark: float | None = None
     band: float | None = None
 
     @property
@@ -176,8 +174,6 @@ class Panel:
             axes.plot(ends, ends, color="black", linewidth=0.8)
             low, high = ([end * (1 + sign * self.band) for end in ends] for sign in (-1, 1))
             axes.fill_between(ends, low, high, color="grey", alpha=0.2)
-        if self.mark is not None:
-            axes.axhline(self.mark, color="black", linewidth=0.8)
         axes.legend(fontsize="small", **({"loc": "upper left", "bbox_to_anchor": (1, 1)} if self.wide else {}))
 
 
@@ -189,13 +185,13 @@ class Report:
         title: Heading of the report.
         tables: Tables of the measured figures.
         targets: Targets, default none.
-        panels: Rows of plots, all with the same number of plots; ignored if matplotlib is not installed.
+        panels: Plots, side by side; ignored if matplotlib is not installed.
     """
 
     title: str
     tables: Sequence[ReportTable]
     targets: Sequence[ReportTarget] = ()
-    panels: Sequence[Sequence[Panel]] = ()
+    panels: Sequence[Panel] = ()
 
 
 def facts(world: Communicator) -> dict[str, Any]:
@@ -368,19 +364,17 @@ def plot(values: Values, path: Path) -> bool:
     Returns:
         True if the file was written; false if there are no plots, or matplotlib is not installed.
     """
-    rows = [[Panel(**panel) for panel in panels] for panels in values["panels"]]
-    if not rows:
+    panels = [Panel(**panel) for panel in values["panels"]]
+    if not panels:
         return False
     try:
         from matplotlib.figure import Figure
     except ImportError:
         print("no plot, because matplotlib is not installed; run pip install matplotlib")
         return False
-    width = sum(9 if panel.wide else 6 for panel in rows[0])
-    figure = Figure(figsize=(width, 4 * len(rows)), layout="constrained")
-    for axes, panels in zip(figure.subplots(len(rows), len(rows[0]), squeeze=False), rows, strict=True):
-        for one, panel in zip(axes, panels, strict=True):
-            panel.draw(one)
+    figure = Figure(figsize=(sum(9 if panel.wide else 6 for panel in panels), 4), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        panel.draw(axes)
     with replacing(path) as aside:
         figure.savefig(aside, dpi=120, metadata={"Source": measured_at(values)})
     return True
