@@ -222,9 +222,8 @@ def report(results: dict[int, Any], planned: Shares) -> Report:
                 rows.append([name, result["nodes"], ranks, *cells])
     columns = ("parameters", "hosts", "ranks", "step ms", "computing ms", "not computing %", "predicted %")
     note = (
-        f"Medians, with one sample of {TOKENS} tokens per rank. Computing: the passes without reducing gradients, and "
-        "the update of a rank's share. All hosts are this machine, and their ranks share its cores. What is missing "
-        "did not fit into its memory."
+        f"Medians, one sample of {TOKENS} tokens per rank. Computing: passes without reducing gradients, and the update "
+        "of a rank's share. The hosts are on this machine, and ranks share its cores. Models must fit into its memory."
     )
     tables = [ReportTable("Share of a step that is not computing", columns, rows, note)]
     return Report("Share of a step that is not computing", tables, panels=[_panel(rows, planned)])
@@ -233,11 +232,12 @@ def report(results: dict[int, Any], planned: Shares) -> Report:
 def _panel(rows: Sequence[Sequence[Any]], planned: Shares) -> Panel:
     """Return the plot over ranks: measured points by model and hosts, and the planner's line for each model."""
     lines, styles = dict[str, tuple[Sequence[float], Sequence[float]]](), dict[str, dict[str, Any]]()
-    for number, name in enumerate(SIZES):
-        for nodes, marker in zip(dict.fromkeys(row[1] for row in rows), "os", strict=False):
+    for number, name in enumerate(dict.fromkeys(row[0] for row in rows)):
+        for nodes in dict.fromkeys(row[1] for row in rows if row[0] == name):
             label, points = f"{name}, {nodes} host(s), measured", [r for r in rows if r[:2] == [name, nodes]]
             lines[label] = [row[2] for row in points], [row[5] for row in points]
-            styles[label] = {"color": f"C{number}", "marker": marker, "linestyle": "none", "markersize": 7}
+            marker = {"marker": "o" if nodes == 1 else "s", "markersize": 7, "linestyle": "none"}
+            styles[label] = {"color": f"C{number}", **marker}
         if name in planned:
             label = f"{name}, planner"
             lines[label] = PLANNED, [100 * planned[name][str(ranks)] for ranks in PLANNED]

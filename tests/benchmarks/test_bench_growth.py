@@ -47,8 +47,9 @@ def test_the_share_is_what_a_step_takes_beyond_its_computing(tmp_path):
         ("80 M", 1, 2): pytest.approx((10.0, 20.0)),
     }
     [panel] = summary.panels
+    assert "80 M, 3 host(s), measured" not in panel.lines
     assert panel.lines["5 M, 3 host(s), measured"] == ([6], [75.0]) and panel.styles["5 M, planner"]["marker"] == ""
-    assert panel.lines["300 M, planner"] == (growth.PLANNED, [30.0] * 13) and growth.PLANNED[-1] == 4096
+    assert panel.lines["80 M, planner"] == (growth.PLANNED, [30.0] * 13) and growth.PLANNED[-1] == 4096
     alone = growth.report(results, {})
     assert alone.tables[0].rows[0][6] is None and not any("planner" in label for label in alone.panels[0].lines)
     facts = {"commit": "abc", "clean": True}
