@@ -222,7 +222,7 @@ def report(results: dict[int, Any], planned: Shares) -> Report:
                 rows.append([name, result["nodes"], ranks, *cells])
     columns = ("parameters", "hosts", "ranks", "step ms", "computing ms", "not computing %", "predicted %")
     note = (
-        f"Medians, one sample of {TOKENS} tokens per rank. Computing: passes without reducing gradients, and the update "
+        f"Medians, one sample of {TOKENS} tokens per rank. Computing: passes without a reduction, and the update "
         "of a rank's share. The hosts are on this machine, and ranks share its cores. Models must fit into its memory."
     )
     tables = [ReportTable("Share of a step that is not computing", columns, rows, note)]
@@ -236,8 +236,7 @@ def _panel(rows: Sequence[Sequence[Any]], planned: Shares) -> Panel:
         for nodes in dict.fromkeys(row[1] for row in rows if row[0] == name):
             label, points = f"{name}, {nodes} host(s), measured", [r for r in rows if r[:2] == [name, nodes]]
             lines[label] = [row[2] for row in points], [row[5] for row in points]
-            marker = {"marker": "o" if nodes == 1 else "s", "markersize": 7, "linestyle": "none"}
-            styles[label] = {"color": f"C{number}", **marker}
+            styles[label] = {"color": f"C{number}", "marker": "o" if nodes == 1 else "s", "linestyle": "none"}
         if name in planned:
             label = f"{name}, planner"
             lines[label] = PLANNED, [100 * planned[name][str(ranks)] for ranks in PLANNED]
