@@ -154,7 +154,7 @@ class Panel:
 
     @property
     def wide(self) -> bool:
-        """True if the plot has so many lines that their names stand beside it."""
+        """True if the names of the lines stand beside the plot, because there are more than eight."""
         return len(self.lines) > 8
 
     def draw(self, axes: Any) -> None:
