@@ -23,8 +23,8 @@ from mpitrain.errors import EXIT_DONE
 
 _LINKS = {"a bridge": (), "10 Gbit/s and 0.1 ms": ("--link", "1e10,1e-4")}
 _RUNS = {
-    "collectives": ("--sizes", "1Mi,16Mi,64Mi", "--seconds", "3"),
-    "step": ("--only", f"ZeRO-0,ZeRO-1,{OUR_DDP},torch DDP", "--seconds", "30"),
+    "collectives": ("--sizes", "1Mi,16Mi", "--seconds", "3"),
+    "step": ("--only", f"ZeRO-0,ZeRO-1,{OUR_DDP},torch DDP", "--width", "256", "--seconds", "15"),
 }
 
 
