@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 from support import job
+from warm import bench
 
 from benchmarks.runner.peers import OUR_DDP, SINGLE, Shape, Trainee, batches, contender, contenders, gloo, mean_losses
 from benchmarks.runner.training_runs import PeakMemory
@@ -24,8 +25,7 @@ SMALL = Shape(vocabulary=32, layers=2, width=64, tokens=8)
 
 @pytest.mark.campaign
 def test_a_quick_run_writes_times_and_targets(tmp_path):
-    command = [sys.executable, "-m", "benchmarks", "step", "--quick", "--ranks", "2", "--only", "ZeRO-2"]
-    done = job(0, [*command, "--out", str(tmp_path)], timeout=110)
+    done = bench("step", "--quick", "--ranks", "2", "--only", "ZeRO-2", "--out", tmp_path, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     values = json.loads((tmp_path / "BENCH-step.json").read_text())
     [sizes] = values["results"]["2"]["sizes"].values()

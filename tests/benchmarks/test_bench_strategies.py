@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 import pytest
-from support import job
+from warm import bench
 
 from benchmarks.strategies import report, strategies
 
@@ -17,9 +16,9 @@ MODEL = {"layers": 4, "width": 64, "heads": 4, "sequence": 32}
 @pytest.mark.campaign
 @pytest.mark.timeout(240)
 def test_a_quick_run_reports_time_memory_and_bytes_of_each_strategy(tmp_path):
-    command = [sys.executable, "-m", "benchmarks", "strategies", "--quick", "--ranks", "4", "--out", str(tmp_path)]
     only = ["ZeRO-3", "ZeRO-3 gathered", "DDP, recompute", "data 2 x pipeline 2", "tensor 4", "torch DDP", "FSDP2"]
-    done = job(0, [*command, "--only", "; ".join(only)], timeout=220)
+    command = ["strategies", "--quick", "--ranks", "4", "--out", tmp_path]
+    done = bench(*command, "--only", "; ".join(only), timeout=220)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "BENCH-strategies.json").read_text())["results"]["4"]
     runs = {name: figures for name, figures in result["found"].items() if "why" not in figures}
