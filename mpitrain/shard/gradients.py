@@ -64,9 +64,9 @@ class Gradients(ABC):
         returned at most once per backward pass.
         """
 
-    def moves_early(self, parameter: nn.Parameter) -> bool:
-        """Return whether `mark_ready` must be called when a gradient arrives, and not only `copy_in` after backward."""
-        return False
+    def late_place(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return the view that `copy_in` makes the parameter's `.grad`; None if `mark_ready` must be called before."""
+        return None
 
     def mark_ready(self, parameter: nn.Parameter) -> None:
         """Record that autograd has finished the parameter's gradient in this backward pass."""
@@ -280,8 +280,9 @@ class WholeGradients(Gradients):
         self._pending.add(parameter)
         return view.view_as(view)  # a new tensor object: autograd keeps it only if it has no other reference
 
-    def moves_early(self, parameter: nn.Parameter) -> bool:
-        return parameter.numel() > _SMALL or self._views[parameter][1]
+    def late_place(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        view, separate = self._views[parameter]
+        return None if separate or parameter.numel() > _SMALL else view
 
     def mark_ready(self, parameter: nn.Parameter) -> None:
         view, separate = self._views[parameter]

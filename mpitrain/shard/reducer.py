@@ -77,12 +77,12 @@ class Reducer:
         self._in_backward = self._accumulated = False  # accumulated: in a pass since the last reduction
         self._arrived: list[nn.Parameter] = []  # parameters that got a gradient and are not yet in `_touched`
         self._anywhere = np.ones(len(self._bucket), dtype=np.uint8)  # 1 for a parameter that some rank used
-        # parameters without a hook; reproducible gradients are moved several times in a step, so arrivals are recorded
+        # places of parameters without a hook; reproducible gradients move several times in a step, so all are recorded
         unwatched = module is not None and not self._by_bucket and not gradients.reduction.reproducible
-        self._unwatched = [p for p in self._bucket if not gradients.moves_early(p)] if unwatched else []
-        self._accumulators = [accumulator_of(p) for p in self._unwatched]
+        self._late = {p: at for p in self._bucket if (at := gradients.late_place(p)) is not None} if unwatched else {}
+        self._accumulators = [accumulator_of(p) for p in self._late]
         self._hooks: list[Any] = []
-        self._watch(set(self._bucket).difference(self._unwatched))
+        self._watch([p for p in self._bucket if p not in self._late])
         self._in_place = InPlace(module, self._bucket, gradients) if module is not None else None
 
     def close(self) -> None:
@@ -112,21 +112,22 @@ class Reducer:
         Args:
             output: Nested structure of tensors. If backward cannot go through any of them, all parameters get hooks.
         """
-        if not self._unwatched or not torch.is_grad_enabled():
+        if not self._late or not torch.is_grad_enabled():
             return
         tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
         for tensor in tensors:
             tensor.register_hook(self._on_backward)
         if not tensors:
-            self._watch(self._unwatched)
-            self._unwatched = []
+            self._watch(self._late)
+            self._late, self._accumulators = {}, []
 
     def _on_backward(self, _: torch.Tensor) -> None:
         """Take note of a backward pass that has just begun (hook on an output)."""
         if not self._in_backward and any(map(will_accumulate, self._accumulators)):
-            self._accumulated = True
             if self.enabled:
                 self._begin()
+            else:
+                self._accumulated = True
 
     def _refuse_sparse(self, parameter: nn.Parameter) -> None:
         """Raise InputError if the parameter's gradient is sparse."""
@@ -199,15 +200,15 @@ class Reducer:
         alone = not self._in_backward
         if alone:
             self._expect()
+        lacking = self._without_gradient(alone or self._accumulated)
         self._in_backward = self._accumulated = False
-        lacking = self._without_gradient()
         unused = [p for p in lacking if self._expected[p]]
         if unused and not alone and not self.unused_allowed and not (self.static and not self.passes):
             raise CommunicationError(self._unused_message(unused))
         try:
             self.gradients.copy_in()
         except RuntimeError:
-            for parameter in self._unwatched:
+            for parameter in self._late:
                 self._refuse_sparse(parameter)
             raise
         flats = self.gradients.reduced_at_end
@@ -234,12 +235,20 @@ class Reducer:
         """True if no gradient has been accumulated since the last reduction."""
         return self.passes > 0 and not self._accumulated and not self._all_touched()
 
-    def _without_gradient(self) -> list[nn.Parameter]:
-        """Return the parameters that got no gradient since the last reduction."""
-        lacking, touched = [p for p in self._unwatched if p.grad is None], self._all_touched()
-        if len(touched) + len(self._unwatched) < len(self._bucket):
-            unwatched = set(self._unwatched)
-            lacking += [p for p in self._bucket if p not in touched and p not in unwatched]
+    def _without_gradient(self, several: bool) -> list[nn.Parameter]:
+        """Return the parameters that got no gradient since the last reduction.
+
+        Args:
+            several: If true, also passes before the one that now ends may have added to gradients.
+        """
+        touched = self._all_touched()
+        lacking = [
+            p
+            for (p, place), accumulator in zip(self._late.items(), self._accumulators, strict=True)
+            if (grad := p.grad) is None or (grad is place and not (several or will_accumulate(accumulator)))
+        ]
+        if len(touched) + len(self._late) < len(self._bucket):
+            lacking += [p for p in self._bucket if p not in touched and p not in self._late]
         return lacking
 
     def _all_touched(self) -> set[nn.Parameter]:
