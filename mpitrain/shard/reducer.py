@@ -200,7 +200,8 @@ class Reducer:
         alone = not self._in_backward
         if alone:
             self._expect()
-        lacking = self._without_gradient(alone or self._accumulated)
+        late = [p.grad for p in self._late]  # Python makes an object for each, which `copy_in` uses too
+        lacking = self._without_gradient(late, alone or self._accumulated)
         self._in_backward = self._accumulated = False
         unused = [p for p in lacking if self._expected[p]]
         if unused and not alone and not self.unused_allowed and not (self.static and not self.passes):
@@ -235,17 +236,18 @@ class Reducer:
         """True if no gradient has been accumulated since the last reduction."""
         return self.passes > 0 and not self._accumulated and not self._all_touched()
 
-    def _without_gradient(self, several: bool) -> list[nn.Parameter]:
+    def _without_gradient(self, late: Sequence[torch.Tensor | None], several: bool) -> list[nn.Parameter]:
         """Return the parameters that got no gradient since the last reduction.
 
         Args:
+            late: Gradients of the parameters without a hook.
             several: If true, also passes before the one that now ends may have added to gradients.
         """
         touched = self._all_touched()
         lacking = [
             p
-            for (p, place), accumulator in zip(self._late.items(), self._accumulators, strict=True)
-            if (grad := p.grad) is None or (grad is place and not (several or will_accumulate(accumulator)))
+            for (p, place), grad, accumulator in zip(self._late.items(), late, self._accumulators, strict=True)
+            if grad is None or (grad is place and not (several or will_accumulate(accumulator)))
         ]
         if len(touched) + len(self._late) < len(self._bucket):
             lacking += [p for p in self._bucket if p not in touched and p not in self._late]
