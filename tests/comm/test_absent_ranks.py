@@ -76,8 +76,10 @@ def test_a_rank_that_never_starts_is_reported_with_its_process_id(tmp_path, kind
     process = result.stdout.split("process ")[1].split()[0]
     problem = "has not reached it yet" if "imports" in kind else "is stopped"
     messages = [line for line in result.stderr.splitlines() if line.startswith("mpitrain: ")]
-    assert len(messages) == 1 and "not all 3 ranks reached the start of MPI in 8 s" in messages[0]
-    assert re.search(rf": rank 1 \(python\S*, process {process} on \S+\) {problem}$", messages[0])
+    assert 1 <= len(messages) <= 2  # rank 2 reports a second after rank 0, if mpirun has not ended it by then
+    for message in messages:
+        assert "not all 3 ranks reached the start of MPI in 8 s" in message
+        assert re.search(rf": rank 1 \(python\S*, process {process} on \S+\) {problem}$", message)
 
 
 @pytest.mark.parametrize("point", ["its imports", "init"])
