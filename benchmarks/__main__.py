@@ -23,14 +23,6 @@ number of ranks in --ranks. Results (a table, a JSON file, a plot) are written i
 benchmarks:
 """
 
-_EXAMPLES = """
-examples:
-  python -m benchmarks all                            hours: everything, and the tables of README.md and docs
-  python -m benchmarks step                           minutes, on an otherwise idle machine
-  python -m benchmarks step --device auto --ranks 1   tokens per second, and share of an accelerator's peak
-  python -m benchmarks guard                          three minutes: each ratio to a peer, in a short form
-"""
-
 
 def main(arguments: Sequence[str]) -> int:
     """Run one benchmark and return its exit code.
@@ -61,7 +53,7 @@ def usage() -> str:
     modules = _modules()
     width = max(map(len, modules))
     lines = (f"  {name:{width}}  {modules[name][1]}\n" for name in sorted(modules))
-    return _USAGE + "".join(lines) + _EXAMPLES.rstrip()
+    return (_USAGE + "".join(lines)).rstrip()
 
 
 def _modules() -> dict[str, tuple[str, str]]:

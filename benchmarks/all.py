@@ -15,10 +15,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from benchmarks.runner.report import CODE, ROOT, Values, git, keep, measured_at, read_results, target_line
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError
+
+_PLANNED = ("growth", "plan")  # benchmarks that read a profile of this machine
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -75,12 +78,18 @@ def _measure(name: str, options: argparse.Namespace, passed_on: Sequence[str]) -
     print(f"== {name}", flush=True)
     quick = ["--quick"] if options.quick else []
     command = ["benchmarks", name, "--out", str(options.out), *quick, *passed_on]
-    if name == "plan" and "--machine" not in passed_on:
-        machine = str(options.out / "machine.toml")
-        if not _run(["mpitrain.plan", "--measure", "--out", machine, *quick], options.limit):
+    if name in _PLANNED and "--machine" not in passed_on:
+        if not (machine := _machine(options.out, options.limit, *quick)):
             return False
         command += ["--machine", machine]
     return _run(command, options.limit)
+
+
+@cache
+def _machine(out: Path, limit: float, *quick: str) -> str:
+    """Measure the profile of this machine once, and return its file; empty if that failed."""
+    file = str(out / "machine.toml")
+    return file if _run(["mpitrain.plan", "--measure", "--out", file, *quick], limit) else ""
 
 
 def _run(command: Sequence[str], limit: float) -> bool:

@@ -4,7 +4,8 @@ Two things are timed: `torch.distributed.all_reduce` of float32 at 1 to 64 MiB, 
 backward, AdamW) of a GPT with 19 million parameters under DistributedDataParallel and FSDP2 (`fully_shard`). "FSDP2
 kept" calls `set_allocate_memory_from_process_group_for_comm`, which has no effect over gloo. Everything except the
 process group is torch's own code. Both backends train copies of one model on the same samples; if their losses differ,
-the benchmark fails. The batch of each rank is fixed, so more ranks do more work.
+the benchmark fails. The batch of each rank is fixed, so more ranks do more work. A third step trains the whole model on
+each rank without a group. No backend makes DDP faster than that.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ TOKENS = ((1, 128), (4, 128))  # (samples per rank, tokens per sample)
 VOCABULARY, LAYERS, WIDTH, HEADS = 512, 6, 512, 8
 Groups = dict[str, Any]  # process groups of torch.distributed by backend
 TARGET = {"all_reduce": 3.0, "DDP": 1.25, "FSDP2": 1.5}  # target: speed relative to gloo
+ALONE = "without a group"  # a step of the model that is not wrapped
 _CHECKED = 3  # steps whose losses are compared
 _AGREE = 1e-3  # largest relative difference of losses
 
@@ -78,7 +80,9 @@ def both_groups() -> Groups:
 
 
 def steps(groups: Groups, kind: str, samples: int, tokens: int) -> dict[str, Callable[[], float]]:
-    """Return a function per backend that takes one training step, after a check that the losses agree. Collective.
+    """Return functions that take one training step: one for each backend, whose losses must agree, and `ALONE`.
+
+    Collective.
 
     Args:
         groups: Process group of each backend.
@@ -90,16 +94,12 @@ def steps(groups: Groups, kind: str, samples: int, tokens: int) -> dict[str, Cal
     model, wrap = GPT(VOCABULARY, LAYERS, WIDTH, HEADS), WRAPS[kind]
     every = {b: _step(wrap(copy.deepcopy(model), group), samples, tokens) for b, group in groups.items()}
     require_equal({b: [step() for _ in range(_CHECKED)] for b, step in every.items()}, _AGREE)
-    return every
+    return every | {ALONE: _step(model, samples, tokens)}
 
 
 def _all_reduce(group: dist.ProcessGroup | None, mib: int) -> Callable[[], object]:
     x = torch.zeros(mib * MIB // 4)
     return lambda: dist.all_reduce(x, group=group)
-
-
-def _ddp(model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-    return DistributedDataParallel(model, process_group=group)
 
 
 def _fsdp_kept(model: Any, group: Any) -> nn.Module:
@@ -111,7 +111,7 @@ def _fsdp_kept(model: Any, group: Any) -> nn.Module:
 
 
 WRAPS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
-    "DDP": _ddp,
+    "DDP": lambda model, group: DistributedDataParallel(model, process_group=group),
     "FSDP2": fully_sharded,
     "FSDP2 kept": _fsdp_kept,
 }
@@ -145,9 +145,11 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
     for ranks, result in results.items():
         rows = []
         for name, times in result.items():
-            rows.append((name, *milliseconds(times).values(), ratio(times, "gloo", "mpitrain")))
-        columns = ("operation or step", "mpitrain", "gloo", "gloo / mpitrain")
-        note = "Median milliseconds; steps are named by samples x tokens per rank."
+            most = ratio(times, "gloo", ALONE) if ALONE in times else None
+            ms = map(milliseconds(times).get, ("mpitrain", "gloo", ALONE))
+            rows.append((name, *ms, most, ratio(times, "gloo", "mpitrain")))
+        columns = ("operation or step", "mpitrain", "gloo", ALONE, f"gloo / {ALONE}", "gloo / mpitrain")
+        note = f"Median milliseconds; steps are named by samples x tokens per rank. {ALONE.capitalize()}: not reduced."
         tables.append(ReportTable(f"{ranks} ranks", columns, rows, note))
         for kind, least_factor in TARGET.items():
             least = min(faster for name, *_, faster in rows if name.split()[0] == kind)

@@ -42,7 +42,6 @@ def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
     parser = BenchmarkParser("checkpoint", __doc__ or "", "1,2", repeats=9, quick=(2, math.inf))
     parser.number("mb", 256, "MiB of state of all ranks together", quick=16, metavar="MB")
-    parser.add("dir", type=Path, metavar="DIR", help="folder for the files [a temporary folder in --out]")
     return run(parser, measure, report, arguments)
 
 
@@ -105,7 +104,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     Returns:
         Bytes of the state, module that computes the hashes, and seconds of each repetition by contender.
     """
-    with gloo(world), contenders(world, options.mb, options.dir or options.out) as every:
+    with gloo(world), contenders(world, options.mb, options.out) as every:
         times = timed(world, f"{options.mb} MiB", every, options)
     seconds = {name: list(of.all) for name, of in times.items()}
     return {"bytes": max(1, options.mb // 4) * _ROWS * _COLUMNS * 4, "hashes": crc32.__module__, "seconds": seconds}

@@ -44,7 +44,7 @@ import torch.distributed as dist
 
 from benchmarks.runner.jobs import BenchmarkParser, asked_for_device, run, say, summaries, timed
 from benchmarks.runner.peers import PlainCollectives, gloo
-from benchmarks.runner.report import Panel, Report, ReportTable, ReportTarget, ratio, target_of
+from benchmarks.runner.report import Report, ReportTable, ReportTarget, ratio, target_of
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as hardware
 from mpitrain.errors import InputError
@@ -189,7 +189,7 @@ def of_blocks(world: Communicator, mpi: PlainCollectives, operation: str, size: 
 
 
 def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
-    """Return the report with tables, targets and plots.
+    """Return the report with tables and targets.
 
     Args:
         results: Results of `measure`, by number of ranks.
@@ -210,7 +210,7 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
             *(_table(f"{name}, fp32, {at}", result[name], both, *compared) for name in _OTHERS),
         ]
     targets = [target for ranks, result in results.items() for target in _targets(ranks, result)]
-    return Report("Collectives", tables, targets, [[_times_panel(*each) for each in results.items()]])
+    return Report("Collectives", tables, targets)
 
 
 def ratios(
@@ -304,12 +304,6 @@ def _table(title: str, measured: Result, shown: Mapping[str, str], *compared: tu
         rows.append([bytes_text(int(size)), *map(us.get, shown), *quotients])
     columns = ("size", *(f"{name} µs" for name in shown.values()), *(f"{shown[a]} / {shown[b]}" for a, b in compared))
     return ReportTable(title, columns, rows, "Medians over the repetitions.")
-
-
-def _times_panel(ranks: int, result: Result) -> Panel:
-    sizes = [int(size) for size in result["all_reduce"]]
-    lines = {name: (sizes, [by[name]["median"] * 1e6 for by in result["all_reduce"].values()]) for name in _CONTENDERS}
-    return Panel(f"all_reduce, fp32, {ranks} ranks", "µs", lines=lines, across="bytes", log=True)
 
 
 # -- memory of a device --------------------------------------------------------------------------------------

@@ -53,7 +53,6 @@ def main(arguments: Sequence[str]) -> int:
     parser = BenchmarkParser("data", __doc__ or "", "1,2,4", repeats=9)
     parser.number("mb", 8, "MiB of tokens of one byte", quick=1, metavar="MB")
     parser.number("batch", 8, "samples of a batch on each rank")
-    parser.add("dir", type=Path, metavar="DIR", help="folder for the data [a temporary folder in --out]")
     parser.number("steps", 30, "training steps", quick=4)
     return run(parser, measure, report, arguments)
 
@@ -68,7 +67,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     Returns:
         Under "loading" the samples and seconds of epochs by loader; under "steps" the times by model.
     """
-    with temporary_folder(world, options.dir or options.out) as folder:
+    with temporary_folder(world, options.out) as folder:
         world.on_root(lambda: _make(folder, options.mb << 20))
         result = {"loading": _loading(world, folder, options)}
         models = list(MODELS)[:1] if options.quick else MODELS

@@ -111,20 +111,13 @@ def _configuration(family: str, sizes: dict[str, int]) -> Any:
     """Return the transformers configuration of a family, with the names of sizes that all families accept."""
     import transformers
 
-    width = sizes["width"]
-    values = {
-        "vocab_size": sizes["vocabulary"],
-        "max_position_embeddings": sizes["prompt"] + sizes["tokens"],
-        "hidden_size": width,
-        "num_hidden_layers": sizes["layers"],
-        "num_attention_heads": width // _HEAD,
-        "initializer_range": _STD,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    width, heads = sizes["width"], sizes["width"] // _HEAD
+    values: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id"))
+    values |= {"vocab_size": sizes["vocabulary"], "max_position_embeddings": sizes["prompt"] + sizes["tokens"]}
+    values |= {"hidden_size": width, "num_hidden_layers": sizes["layers"], "num_attention_heads": heads}
     if family == "llama":  # half as many heads for keys and values
-        values |= {"num_key_value_heads": width // _HEAD // 2, "intermediate_size": 8 * width // 3}
-    return transformers.AutoConfig.for_model(family, **values)
+        values |= {"num_key_value_heads": heads // 2, "intermediate_size": 8 * width // 3}
+    return transformers.AutoConfig.for_model(family, initializer_range=_STD, **values)
 
 
 # -- the report --------------------------------------------------------------------------------------------

@@ -42,16 +42,7 @@ from mpitrain.layout.boxes import split
 from mpitrain.models.gpt import TransformerBlock
 from mpitrain.models.losses import cross_entropy
 from mpitrain.pipe.pipeline import Pipeline
-from mpitrain.pipe.schedule import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Compute,
-    Forward,
-    Schedule,
-    Step,
-    make_schedule,
-)
+from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule, make_schedule
 from mpitrain.pipe.simulate import Costs, Simulation, TimedStep, simulate
 from mpitrain.speeds.timing import Contender
 
@@ -176,7 +167,7 @@ class Case:
         )
         return Simulation(self.schedule, tuple(runs), ())
 
-    def _timed(self, step: Step, call: Callable[[], None]) -> Callable[[], None]:
+    def _timed(self, step: object, call: Callable[[], None]) -> Callable[[], None]:
         """Return a call that runs a step and records its begin and end; waiting for the input is not included."""
 
         def run() -> None:

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from benchmarks.runner.jobs import BenchmarkParser, run
 from benchmarks.runner.report import MIB, Panel, Report, ReportTable, rank_correlation, target_of
-from benchmarks.runner.training_runs import TrainerRun, measured_runs, merged, step_seconds
+from benchmarks.runner.training_runs import UNENDING, TrainerRun, Values, measured_runs, merged, step_seconds
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
@@ -37,7 +37,7 @@ from mpitrain.measuring.self_start import is_launched
 from mpitrain.models.losses import cross_entropy
 from mpitrain.parallel.layouts import ParallelLayout, read, settings, text
 from mpitrain.parallel.rules import rules_of
-from mpitrain.planner.machine import read_machine
+from mpitrain.planner.machine import MachineProfile, read_machine
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
 from mpitrain.planner.search import best
@@ -116,27 +116,25 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     return measured
 
 
-def _predictions(options: argparse.Namespace) -> dict[str, dict[str, list[dict[str, Any]]]]:
+def _predictions(options: argparse.Namespace) -> dict[str, dict[str, list[Row]]]:
     """Return the layouts to measure with their predictions, by number of ranks (as text) and model."""
     machine = read_machine(options.machine)
     models = QUICK if options.quick else {name: MODELS[name] for name in options.models.split(",")}
-    predictions: dict[str, dict[str, list[dict[str, Any]]]] = {str(ranks): {} for ranks in options.ranks}
-    for name, values in models.items():
-        print(f"planning {name} …", flush=True)
-        for ranks, predicted in _planned(values, machine, options).items():
-            predictions[str(ranks)][name] = predicted
-    return predictions
+    planned = {name: _planned(name, values, machine, options) for name, values in models.items()}
+    return {str(ranks): {name: of[ranks] for name, of in planned.items()} for ranks in options.ranks}
 
 
-def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespace) -> dict[int, list[dict[str, Any]]]:
+def _planned(name: str, values: Values, machine: MachineProfile, options: argparse.Namespace) -> dict[int, list[Row]]:
     """Return the layouts of one model with their predictions, by number of ranks.
 
     Args:
+        name: Name of the model.
         values: The configuration of the model, by section and key.
         machine: Machine profile.
         options: Options of the command.
     """
-    base = merged(values, {"train": {"steps": 1000, "evaluate_every": 0}, "run": {"device": "cpu", "dir": "unused"}})
+    print(f"planning {name} …", flush=True)
+    base = merged(UNENDING, values)
     config = Config.from_dict(base)
     planned = {}
     for ranks in options.ranks:
@@ -154,16 +152,9 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
                 prediction = predictor.predict(layout)
             except MpitrainError:
                 continue  # this layout is not possible for the model
-            rows.append(
-                {
-                    "layout": text(layout),
-                    "choice": number,
-                    "config": merged(base, settings(layout)),
-                    "seconds": prediction.seconds,
-                    "parts": dict(prediction.times),
-                    "memory": dict(prediction.memory),
-                }
-            )
+            row = {"layout": text(layout), "choice": number, "config": merged(base, settings(layout))}
+            parts, memory = dict(prediction.times), dict(prediction.memory)
+            rows.append(row | {"seconds": prediction.seconds, "parts": parts, "memory": memory})
         if not rows:
             raise InputError(f"no layout of {ranks} ranks is possible")
         model.close()
@@ -228,48 +219,36 @@ class Shifted(nn.Module):
 
 
 class ShiftModel(nn.Sequential):
-    """A language model of `Shifted` blocks: tokens [batch, sequence] to scores [batch, sequence, vocabulary].
-
-    The head does not share its weights with the embedding.
-    """
-
-    def __init__(self, vocabulary: int, layers: int, width: int, inner: int) -> None:
-        blocks = [Shifted(width, inner, 1 << number % 6) for number in range(layers)]
-        super().__init__(nn.Embedding(vocabulary, width), *blocks, nn.LayerNorm(width), nn.Linear(width, vocabulary))
-        self.criterion = cross_entropy
+    """A language model of `Shifted` blocks: tokens [batch, sequence] to scores [batch, sequence, vocabulary]."""
 
     def tensor_plan(self) -> dict[str, str]:
         """Return the tensor-parallel plan, which divides the feed-forward layers."""
         return {"*.gate": "column", "*.up": "column", "*.down": "row"}
 
-    def loss(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy in nats per token.
 
-        Args:
-            output: Scores [batch, sequence, vocabulary].
-            y: Target tokens [batch, sequence].
-        """
-        return self.criterion(output, y)
-
-
-def make(description: Description, layers: int = 6, width: int = 192, inner: int = 768) -> nn.Module:
-    """Create a `ShiftModel`; the target of the setting `model.factory`.
+def make(description: Description, layers: int = 6, width: int = 192, inner: int = 768) -> tuple[nn.Module, Any]:
+    """Create a `ShiftModel`, whose head does not share its weights with the embedding; a setting `model.factory`.
 
     Args:
         description: Description of the data, with the size of the vocabulary.
         layers: Number of blocks.
         width: Features of a position.
         inner: Features inside a block.
+
+    Returns:
+        The model and its loss.
     """
     assert description.vocabulary is not None
-    return ShiftModel(description.vocabulary, layers, width, inner)
+    blocks = [Shifted(width, inner, 1 << number % 6) for number in range(layers)]
+    ends = nn.LayerNorm(width), nn.Linear(width, description.vocabulary)
+    return ShiftModel(nn.Embedding(description.vocabulary, width), *blocks, *ends), cross_entropy
 
 
 # -- the report --------------------------------------------------------------------------------------------
 
 
 def report(results: dict[int, dict[str, list[Row]]], options: argparse.Namespace) -> Report:
-    """Return the report with tables, targets and plots.
+    """Return the report with table, targets and plots.
 
     Args:
         results: Results of `measure`, by number of ranks.
@@ -277,7 +256,6 @@ def report(results: dict[int, dict[str, list[Row]]], options: argparse.Namespace
     """
     groups = {(model, ranks): rows for ranks, cases in results.items() for model, rows in cases.items()}
     models = list(dict.fromkeys(model for model, _ in groups))
-    tables = [_summary(groups), *(table(ranks, model, rows) for (model, ranks), rows in groups.items())]
     every = [row for rows in groups.values() for row in rows]
     order = [_order([row for (name, _), rows in groups.items() if name == model for row in rows]) for model in models]
     chosen = [_choice(rows) for rows in groups.values()]
@@ -291,7 +269,7 @@ def report(results: dict[int, dict[str, list[Row]]], options: argparse.Namespace
         target_of(order_what, min(order), least=_RANKS, text=_texts(order)),
         target_of("time of the first choice / the best measured", max(chosen), most=_CHOICE, text=_texts(chosen)),
     ]
-    return Report("Predicted and measured steps", tables, targets, [_panels(results)])
+    return Report("Predicted and measured steps", [_summary(groups)], targets, _panels(results))
 
 
 def _summary(groups: Mapping[tuple[str, int], Sequence[Row]]) -> ReportTable:
@@ -349,27 +327,6 @@ def _agreement(rows: Sequence[Row]) -> float:
     return statistics.mean(_correlation(one, other) for one, other in combinations(map(list, rounds), 2))
 
 
-def table(ranks: int, model: str, rows: Sequence[Row]) -> ReportTable:
-    """Return the table of predicted and measured values.
-
-    Args:
-        ranks: Number of ranks.
-        model: Name of the model.
-        rows: Predicted and measured values of each layout.
-    """
-    columns = ["layout", "choice", "predicted, ms", "measured, ms", "ratio", "predicted, MiB", "measured, MiB", "ratio"]
-    columns += ["account, MiB"]
-    cells = []
-    for row in sorted(rows, key=seconds):
-        nbytes, used = predicted_bytes(row), row["measured"]["memory"]
-        choice = row["choice"] + 1 if row["choice"] >= 0 else None
-        time = (1e3 * row["seconds"], 1e3 * seconds(row), row["seconds"] / seconds(row))
-        account = sum(row["measured"]["account"].values()) / MIB
-        cells.append((row["layout"], choice, *time, nbytes / MIB, used / MIB, nbytes / used, account))
-    note = f"Rank correlation {_order(rows):.2f}. Memory is counted above that of a process without a model."
-    return ReportTable(f"{model}, {ranks} ranks", columns, cells, note)
-
-
 def _panels(results: dict[int, dict[str, list[Row]]]) -> list[Panel]:
     """Return two plots, of predicted against measured times and bytes, with points by model and number of ranks."""
     groups = {f"{model}, {ranks} ranks": rows for ranks, cases in results.items() for model, rows in cases.items()}
@@ -379,6 +336,6 @@ def _panels(results: dict[int, dict[str, list[Row]]]) -> list[Panel]:
         for name, rows in groups.items()
     }
     return [
-        Panel("", f"predicted, {unit}", lines=lines, across=f"measured, {unit}", log=True, band=band)
+        Panel(f"predicted, {unit}", f"measured, {unit}", lines, log=True, band=band)
         for unit, lines, band in (("ms per step", times, _TIME), ("MiB per rank", memory, _MEMORY))
     ]

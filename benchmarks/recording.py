@@ -10,90 +10,83 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from benchmarks.runner.jobs import BenchmarkParser, gpt, quiet, run
+from benchmarks.runner.jobs import BenchmarkParser, gpt, quiet, run, timed
 from benchmarks.runner.report import Report, ReportTable, target_of
-from benchmarks.runner.training_runs import WARM, TrainerRun
+from benchmarks.runner.training_runs import UNENDING, TrainerRun, merged
 from mpitrain.comm import Communicator
+from mpitrain.speeds.timing import Contender
 from mpitrain.trainer.recording.timeline import Recording
 
 MOST = 1.03  # target: largest ratio of a recorded step to another
 _BATCH = 4  # samples for each rank
+_SECONDS = ("seconds", "recorded_seconds")
 
 
 class _RecordedRun(TrainerRun):
-    """A training run in which single steps can be recorded."""
+    """A training run in which single steps can be recorded.
 
-    def timed(self, *, recorded: bool) -> tuple[float, int]:
-        """Take a step and return (its seconds, number of recorded entries). Collective.
+    Attributes:
+        entries: Number of entries of each recorded step.
+    """
 
-        Args:
-            recorded: If true, record the step as the timeline does.
-        """
-        trainer, clock = self._trainer, self._trainer.engine.clock
-        totals = clock.totals()
+    def __init__(self, world: Communicator, config: Mapping[str, Any]) -> None:
+        super().__init__(world, config)
+        self.entries: list[int] = []
+        self._recording: Recording | None = None
+
+    def begin(self, *, recorded: bool) -> None:
+        """End the recording of the step before, and record the next step if `recorded`. Collective."""
+        trainer, totals = self._trainer, self._trainer.engine.clock.totals()
+        if self._recording is not None:
+            record = self._recording.stop()
+            self.entries.append(len(record["spans"]) + len(record["communication"]))
         spent = (totals["forward"] + totals["backward"]) / max(1, trainer.step)
-        recording = Recording(trainer, lambda at: at, spent) if recorded else None
+        self._recording = Recording(trainer, lambda at: at, spent) if recorded else None
         gc.collect()
-        trainer.world.barrier()
-        begin = time.perf_counter()
-        clock.step(trainer.step + 1)
-        with clock.data:
-            batch = next(self._coming)
-        trainer.step = trainer.train_step(batch).number
+
+    def step(self) -> float:
+        """Take the next step, with the calls that the timeline makes at its begin and end. Collective."""
+        clock = self._trainer.engine.clock
+        clock.step(self._trainer.step + 1)
+        loss = super().step()
         clock.settle()
-        seconds = time.perf_counter() - begin
-        if recording is None:
-            return seconds, 0
-        record = recording.stop()
-        return seconds, len(record["spans"]) + len(record["communication"])
+        return loss
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
-    parser = BenchmarkParser("recording", "Compare recorded steps with other steps, in turns.", "2")
-    parser.number("pairs", 60, "steps of each kind", quick=4)
+    what = "Compare recorded steps with other steps, in turns."
+    parser = BenchmarkParser("recording", what, "2", repeats=60, quick=(4, 60.0))
     parser.model()
     return run(parser, measure, _report, arguments)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    """Time pairs of steps, one recorded and one not. Collective.
+    """Time steps in turns, one recorded and one not. Collective.
 
     Args:
         world: Communicator of all ranks.
         options: Options of the command.
 
     Returns:
-        Seconds of each step on the slowest rank, not recorded and recorded, and the mean number of entries.
+        Seconds of each step, not recorded and recorded, and the mean number of entries.
     """
-    pairs = options.pairs
-    config = {
-        "run": {"device": "cpu", "dir": "unused"},
-        "model": gpt(options),
-        "train": {"batch": _BATCH * world.size, "steps": 2 * pairs + WARM + 2, "evaluate_every": 0},
-    }
+    config = merged(UNENDING, {"model": gpt(options), "train": {"batch": _BATCH * world.size}})
     with quiet():
         training = _RecordedRun(world, config)
         training.prepare()
         world.journal.start()
-        for number in range(WARM + 2):
-            training.timed(recorded=number % 2 == 1)
-        rows = []
-        for pair in range(pairs):  # alternate which of the two comes first
-            both = {recorded: training.timed(recorded=recorded) for recorded in (pair % 2 == 0, pair % 2 != 0)}
-            rows.append([*both[False], *both[True]])
+        begins = {name: partial(training.begin, recorded=name == "recorded_seconds") for name in _SECONDS}
+        steps = {name: Contender(training.step, begin, single=True) for name, begin in begins.items()}
+        times = timed(world, "", steps, options)
+        training.begin(recorded=False)
         world.journal.stop()
         training.close()
-    everyone = world.all_gather_object(rows)
-    return {
-        "seconds": [max(of[pair][0] for of in everyone) for pair in range(pairs)],  # of the slowest rank
-        "recorded_seconds": [max(of[pair][2] for of in everyone) for pair in range(pairs)],
-        "entries": statistics.mean(row[3] for row in rows),
-    }
+    return {name: list(of.all) for name, of in times.items()} | {"entries": statistics.mean(training.entries)}
 
 
 def _report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> Report:

@@ -252,7 +252,6 @@ def main(arguments: Sequence[str]) -> int:
         "server", what, "2", repeats=31, seconds=60.0, of="one size", quick=(5, 60.0), too_few="a server needs workers"
     )
     parser.add("sizes", type=byte_sizes, metavar="S,S", help="bytes that a worker moves [64Ki,1Mi,16Mi]")
-    parser.add("dir", type=Path, metavar="DIR", help="folder in which ranks of torch rpc find each other [--out]")
     return run(parser, measure, report, arguments)
 
 
@@ -268,7 +267,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """
     result: dict[str, Any] = {}
     for size in options.sizes or (QUICK_SIZES if options.quick else SIZES):
-        with temporary_folder(world, options.dir or options.out) as folder, carriers(world, size // 4, folder) as ways:
+        with temporary_folder(world, options.out) as folder, carriers(world, size // 4, folder) as ways:
             calls = {f"{act} {name}": getattr(way, act) for name, way in ways.items() for act in _ACTS}
             times = summaries(timed(world, bytes_text(size), calls, options, begins=world.rank != SERVER))
             result[str(size)] = {way: {act: times[f"{act} {way}"] for act in _ACTS} for way in ways}

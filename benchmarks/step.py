@@ -52,21 +52,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.runner import peers
 from benchmarks.runner.jobs import BenchmarkParser, asked_for_device, run, timed
-from benchmarks.runner.peers import (
-    OUR_DDP,
-    OURS,
-    SINGLE,
-    Shape,
-    Trainee,
-    batches,
-    contender,
-    contenders,
-    gloo,
-    mean_losses,
-    on_device,
-)
-from benchmarks.runner.report import Panel, Report, ReportTable, ReportTarget, ratio, target_of
+from benchmarks.runner.peers import OUR_DDP, SINGLE, Shape, Trainee
+from benchmarks.runner.report import Report, ReportTable, ReportTarget, ratio, target_of
 from benchmarks.runner.training_runs import trim
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as hardware
@@ -87,7 +76,7 @@ Stats = dict[str, dict[str, Any]]  # measured values by contender, for one model
 
 
 def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
-    """Return the report with tables, targets and plots, for the CPU or for a device.
+    """Return the report with tables and targets, for the CPU or for a device.
 
     Args:
         results: Results of `measure`, by number of ranks.
@@ -95,20 +84,11 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
     """
     if asked_for_device(options):
         return report_on_device(results)
-    tables = [_times(*each) for each in _each(results)]
-    targets = [t for ranks, _, batch, stats in _each(results) if batch == HEAVY for t in _targets(ranks, stats)]
-    panels = [_panels(ranks, batch, stats) for ranks, _, batch, stats in _each(results)]
-    return Report("A training step", tables, targets, panels)
-
-
-def _each(results: dict[int, Result]) -> list[tuple[int, int, str, Stats]]:
-    """Return one (ranks, number of parameters, batch, values by contender) per measured case."""
-    return [
-        (ranks, int(numel), batch, stats)
-        for ranks, result in results.items()
-        for numel, batches in result["sizes"].items()
-        for batch, stats in batches.items()
-    ]
+    tables, targets = [], []
+    for ranks, result in results.items():
+        tables += [_times(ranks, result["parameters"], *each) for each in result["batches"].items()]
+        targets += _targets(ranks, result["batches"][HEAVY])
+    return Report("A training step", tables, targets)
 
 
 # -- targets -----------------------------------------------------------------------------------------------
@@ -141,20 +121,6 @@ def _times(ranks: int, numel: int, batch: str, stats: Stats) -> ReportTable:
     return ReportTable(title, ("contender", "step ms", "/ one process", "not computing ms"), rows, note)
 
 
-# -- plots -------------------------------------------------------------------------------------------------
-
-
-def _panels(ranks: int, batch: str, stats: Stats) -> list[Panel]:
-    """Return plots of step time and time not computing; one process is grey, ours blue, peers orange."""
-    colours = ["tab:gray" if n == SINGLE else "tab:blue" if n in (*OURS, OUR_DDP) else "tab:orange" for n in stats]
-    step, waiting = ({name: of[key] * 1e3 for name, of in stats.items()} for key in ("median", "waiting"))
-    title = f"{ranks} ranks, {batch}"
-    return [
-        Panel(title, "step, ms", step, colours=colours, mark=step[SINGLE]),
-        Panel(title, "not computing, ms", waiting, colours=colours),
-    ]
-
-
 SHAPE = Shape(vocabulary=2048, layers=6, width=512, tokens=128)
 DEVICE_SHAPE = Shape(vocabulary=50304, layers=24, width=1024, tokens=1024)  # 354 M parameters
 QUICK_SHAPE = Shape(vocabulary=256, layers=2, width=64, tokens=32)
@@ -174,7 +140,7 @@ def parser() -> BenchmarkParser:
     """Return the options of the benchmark."""
     what = "Compare a training step of DDP and ZeRO with torch DDP, FSDP2 and DeepSpeed."
     options_parser = BenchmarkParser("step", what, "2", repeats=21, seconds=300.0, of="one batch, or one size")
-    options_parser.names("only", contenders(), "only these contenders, and one process")
+    options_parser.names("only", peers.contenders(), "only these contenders, and one process")
     options_parser.number("width", SHAPE.width, "model.width, on the CPU", quick=64)
     options_parser.device("cpu: in fp32; else in bf16 on")
     options_parser.number("samples", 8, f"of {DEVICE_SHAPE.tokens} tokens a rank, on a device", quick=2)
@@ -189,7 +155,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         options: Options of the command.
 
     Returns:
-        Measured values, by number of parameters, batch and contender; for a device, see `measure_on_device`.
+        Number of parameters, and measured values by batch and contender; for a device, see `measure_on_device`.
     """
     if asked_for_device(options):
         return measure_on_device(world, options)
@@ -197,9 +163,9 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         raise InputError("one rank has nothing to reduce; use at least 2 ranks", agreed=True)
     shape = replace(QUICK_SHAPE if options.quick else SHAPE, width=options.width)
     sizes = {HEAVY: 1} if options.quick else {HEAVY: 1, LIGHT: 4}  # samples a rank
-    with gloo(world):
+    with peers.gloo(world):
         by_batch = {batch: _measure(world, shape, samples, options) for batch, samples in sizes.items()}
-    return {"nodes": world.num_nodes, "sizes": {str(shape.numel): by_batch}}
+    return {"nodes": world.num_nodes, "parameters": shape.numel, "batches": by_batch}
 
 
 def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -212,9 +178,9 @@ def _measure(world: Communicator, shape: Shape, samples: int, options: argparse.
         options: Options of the command.
     """
     size = f"{shape.numel / 1e6:.1f} M parameters, {samples} x {shape.tokens} tokens"
-    with created(world, shape, samples, _selected(contenders(), options)) as trainees:
+    with created(world, shape, samples, _selected(peers.contenders(), options)) as trainees:
         times = timed(world, size, {n: Contender(t.step, t.prepare, single=True) for n, t in trainees.items()}, options)
-        losses = mean_losses(world, trainees, _AGREE)
+        losses = peers.mean_losses(world, trainees, _AGREE)
     results, alone = {}, times[SINGLE].median
     for name, took in times.items():
         values: dict[str, Any] = {"median": took.median, "best": took.best, "repeats": len(took.all)}
@@ -237,7 +203,7 @@ def created(world: Communicator, shape: Shape, samples: int, names: Sequence[str
         samples: Samples per rank.
         names: Names of the contenders.
     """
-    trainees = {name: contender(name, world, shape, samples) for name in names}
+    trainees = {name: peers.contender(name, world, shape, samples) for name in names}
     yield trainees
     for trainee in trainees.values():
         trainee.close()
@@ -267,13 +233,13 @@ def measure_on_device(world: Communicator, options: argparse.Namespace) -> dict[
     shape, samples = QUICK_SHAPE if options.quick else DEVICE_SHAPE, options.samples
     places = world.all_gather_object([world.node, _place(world, device)])
     devices = len({(node, place) for node, place in places})
-    with on_device(world, device, devices == world.size) as backend:
-        of = [(x.to(device), y.to(device)) for x, y in islice(batches(shape, samples, world.rank), _STEPS)]
+    with peers.on_device(world, device, devices == world.size) as backend:
+        of = [(x.to(device), y.to(device)) for x, y in islice(peers.batches(shape, samples, world.rank), _STEPS)]
         names = [n for n in _selected(_ON_DEVICE, options) if backend or n != "torch DDP"]
-        trainees = {name: contender(name, world, shape, samples, cycle(of), device) for name in names}
+        trainees = {name: peers.contender(name, world, shape, samples, cycle(of), device) for name in names}
         calls = {name: partial(_repeat, trainee, device) for name, trainee in trainees.items()}
         times = timed(world, f"on {device.type}", calls, options)
-        losses = mean_losses(world, trainees, _AGREE_BF16)
+        losses = peers.mean_losses(world, trainees, _AGREE_BF16)
         for trainee in trainees.values():
             trainee.close()
     tokens = samples * shape.tokens * world.size

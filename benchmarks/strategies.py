@@ -14,7 +14,7 @@ processes, for several rounds. If their losses differ, the benchmark fails.
 
 The report shows for each strategy the measured time of a step and the measured memory of a rank, its memory by category
 as counted from the tensors (maximum over the ranks), and the bytes that a rank sends per step. `--layers`, `--width`,
-`--heads`, `--sequence` and `--batch` change the GPT.
+`--heads` and `--sequence` change the GPT.
 """
 
 from __future__ import annotations
@@ -32,8 +32,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.runner.jobs import BenchmarkParser, gpt, run
 from benchmarks.runner.peers import MakePeer, gloo, peers, require_equal
-from benchmarks.runner.report import MIB, Cell, Panel, Report, ReportTable, ReportTarget, target_of
-from benchmarks.runner.training_runs import KINDS, TrainerRun, TrainingRun, Values, measured_runs, merged, step_seconds
+from benchmarks.runner.report import MIB, Cell, Report, ReportTable, ReportTarget, target_of
+from benchmarks.runner.training_runs import (
+    KINDS,
+    UNENDING,
+    TrainerRun,
+    TrainingRun,
+    Values,
+    measured_runs,
+    merged,
+    step_seconds,
+)
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
@@ -46,7 +55,6 @@ from mpitrain.trainer.optimizing import make_optimizer
 SECONDS = 5.0  # most of one measurement
 DDP = "DDP"  # the strategy that the others are compared with
 _AGREE = 2e-4  # largest relative difference of losses, from another order of sums
-_BATCH = 4  # samples for each rank
 # our strategy, and the peer that must not need less memory
 _COUNTERPARTS = {DDP: "torch DDP", "ZeRO-1": "torch DDP", "ZeRO-2": "torch DDP", "ZeRO-3": "FSDP2"}
 _COUNTERPARTS |= {"ZeRO-3 gathered": "FSDP2"}
@@ -59,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     few = "strategies divide work between ranks"
     parser = BenchmarkParser("strategies", "Train one model with every strategy, and with torch.", "4", too_few=few)
     parser.model()
-    parser.add("batch", type=int, metavar="N", help=f"train.batch [{_BATCH} per rank]")
+    parser.number("samples", 4, "samples for each rank")
     parser.number("rounds", 3, "measurements of each strategy", quick=1)
     parser.number("steps", 10, "steps of a measurement", quick=3)
     parser.add("only", metavar="'A;B'", help="only these strategies, and DDP")
@@ -76,14 +84,18 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     Returns:
         Number of nodes, [model], global batch, and the values of `measured_runs` by strategy.
     """
-    base = _base(world, options)
-    ours, theirs = strategies(world.size, base["model"]), peers()
-    names = _selected(options, [*ours, *theirs])
+    train = {"batch": options.samples * world.size, "clip": 0.0}
+    optim = {"schedule": "constant", "warmup": 0, "lr": 1e-3}
+    base = merged(UNENDING, {"model": gpt(options), "train": train, "optim": optim})
     makes: dict[str, Callable[[], TrainingRun]] = {
-        **{name: partial(TrainerRun, world, merged(base, values)) for name, values in ours.items()},
-        **{name: partial(PeerRun, world, base, make) for name, make in theirs.items()},
+        name: partial(TrainerRun, world, merged(base, values))
+        for name, values in strategies(world.size, base["model"]).items()
     }
-    runs = {name: make for name, make in makes.items() if name in names}
+    makes |= {name: partial(PeerRun, world, base, make) for name, make in peers().items()}
+    only = {DDP, *(name.strip() for name in options.only.split(";"))} if options.only else {*makes}
+    if unknown := only - {*makes}:
+        raise InputError(f"there is no strategy {min(unknown)!r} here; use one of {'; '.join(makes)}", agreed=True)
+    runs = {name: make for name, make in makes.items() if name in only}
     with gloo(world):
         results = measured_runs(world, runs, options.rounds, options.steps, 2.0 if options.quick else SECONDS)
     require_equal({name: of["losses"] for name, of in results.items()}, _AGREE)
@@ -124,38 +136,6 @@ def _shapes(ranks: int) -> list[tuple[int, int]]:
     if ranks % 4 == 0:
         shapes += [(2, 2)]
     return list(dict.fromkeys(shapes))
-
-
-def _base(world: Communicator, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the configuration that all strategies have in common, by section and key.
-
-    Raises:
-        InputError: The batch is not a multiple of the number of ranks.
-    """
-    base: dict[str, dict[str, Any]] = {
-        "run": {"device": "cpu", "dir": "unused"},
-        "model": gpt(options),
-        "train": {"batch": options.batch or _BATCH * world.size, "steps": 1000, "evaluate_every": 0, "clip": 0.0},
-        "optim": {"schedule": "constant", "warmup": 0, "lr": 1e-3},
-    }
-    Config.from_dict(base)
-    if base["train"]["batch"] % world.size:
-        raise InputError(
-            f"--batch {base['train']['batch']} is not a multiple of {world.size} ranks, as other libraries need; use "
-            f"{base['train']['batch'] // world.size * world.size or world.size}",
-            agreed=True,
-        )
-    return base
-
-
-def _selected(options: argparse.Namespace, names: Sequence[str]) -> set[str]:
-    if options.only is None:
-        return set(names)
-    asked = [name.strip() for name in options.only.split(";")]
-    unknown = [name for name in asked if name not in names]
-    if unknown:
-        raise InputError(f"there is no strategy {unknown[0]!r} here; use one of {'; '.join(names)}", agreed=True)
-    return {DDP, *asked}
 
 
 class PeerRun:
@@ -234,7 +214,7 @@ def _bytes(tensors: Iterable[Any]) -> float:
 
 
 def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> Report:
-    """Return the report with tables, targets and plots.
+    """Return the report with tables and targets.
 
     Args:
         results: Results of `measure`, by number of ranks.
@@ -242,7 +222,7 @@ def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> R
     """
     tables = [_table(*each) for each in results.items()]
     targets = [target for ranks, result in results.items() for target in _targets(ranks, result["found"])]
-    return Report("One model by every strategy", tables, targets, [_panels(*each) for each in results.items()])
+    return Report("One model by every strategy", tables, targets)
 
 
 def _targets(ranks: int, results: Stats) -> list[ReportTarget]:
@@ -254,18 +234,6 @@ def _targets(ranks: int, results: Stats) -> list[ReportTarget]:
     return targets
 
 
-def sent(of: dict[str, Any]) -> tuple[float | None, float | None]:
-    """Return the bytes that a rank sends per step, (inside its node, between nodes); None if unknown.
-
-    Args:
-        of: Values of one strategy, from `measured_runs`.
-    """
-    counted = of["sent"]
-    if counted["rows"]:
-        return counted["inside"], counted["between"]
-    return counted["loopback"], None if counted["loopback"] is None else 0.0
-
-
 def _table(ranks: int, result: dict[str, Any]) -> ReportTable:
     results: Stats = result["found"]
     model = ", ".join(f"{key} {value}" for key, value in result["model"].items() if key != "name")
@@ -274,7 +242,7 @@ def _table(ranks: int, result: dict[str, Any]) -> ReportTable:
     rows: list[list[Cell]] = []
     for name, of in results.items():
         kinds = [of["largest"][kind] / MIB or None for kind in KINDS]
-        through = [None if nbytes is None else nbytes / 1e6 for nbytes in sent(of)]
+        through = [None if nbytes is None else nbytes / 1e6 for nbytes in of["sent"].values()]
         step = step_seconds(of)
         rows.append([name, step * 1e3, step / base, of["memory"] / MIB, *kinds, *through, f"{of['losses'][-1]:.5f}"])
     columns = ("strategy", "step ms", "/ DDP", "peak MiB", *KINDS, "MB sent inside", "MB sent between", "loss")
@@ -285,19 +253,3 @@ def _table(ranks: int, result: dict[str, Any]) -> ReportTable:
         "the loopback interface, with TCP's headers. Loss: of the third step."
     )
     return ReportTable(title, columns, rows, note)
-
-
-def _panels(ranks: int, result: dict[str, Any]) -> list[Panel]:
-    """Return plots of the time of a step, of memory by category, and of bytes sent."""
-    results = result["found"]
-    times = {name: step_seconds(of) * 1e3 for name, of in results.items()}
-    colours = ["tab:orange" if name in peers() else "tab:blue" for name in results]
-    memory = {kind: [of["largest"][kind] / MIB for of in results.values()] for kind in KINDS}
-    tiers = zip(*([(nbytes or 0.0) / 1e6 for nbytes in sent(of)] for of in results.values()), strict=True)
-    through = dict(zip(("inside a node", "between nodes"), map(list, tiers), strict=True))
-    names, title = list(results), f"memory of the rank with most, {ranks} ranks"
-    return [
-        Panel(f"{ranks} ranks (orange: peers)", "step, ms", times, colours=colours),
-        Panel(title, "MiB, by category", memory, names, stacked=True),
-        Panel(f"sent by a rank, {ranks} ranks", "MB per step", through, names, stacked=True),
-    ]

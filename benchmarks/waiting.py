@@ -88,7 +88,6 @@ def parser() -> BenchmarkParser:
     options_parser.number("steps", 64, "steps of each contender", quick=12)
     options_parser.number("repeats", 3, "runs of each contender", quick=1)
     options_parser.names("only", CONTENDERS, "only these contenders, and sync", by=";")
-    options_parser.add("dir", type=Path, metavar="DIR", help="folder for temporary run folders [--out]")
     return options_parser
 
 
@@ -108,7 +107,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     selected = {name: of for name, of in CONTENDERS.items() if not options.only or name in {*options.only, SYNC}}
     selected = {name: of for name, of in selected.items() if of.get("mode", SYNC) in STRATEGIES}
     runs_of: dict[str, list[Any]] = {name: [] for name in selected}
-    with temporary_folder(world, options.dir or options.out) as folder:
+    with temporary_folder(world, options.out) as folder:
         for turn in range(options.repeats):
             for name, parallel in list(selected.items())[:: -1 if turn % 2 else 1]:
                 config = _config(options, world.size - 1, parallel, folder / f"{turn} {name}")
@@ -215,8 +214,8 @@ def report(results: dict[int, dict[str, Stats]], options: argparse.Namespace) ->
         )
         tables.append(ReportTable(f"{ranks - 1} workers", columns, rows, note))
         lines = {name: (list(accumulate(of["seconds"])), smoothed(of["loss"])) for name, of in runs.items()}
-        panels.append(Panel(f"{ranks - 1} workers", "loss, nats per token", lines=lines, across="seconds", mark=goal))
-    return Report("Training with a slow rank", tables, targets, [panels])
+        panels.append(Panel("loss, nats per token", "seconds", lines, title=f"{ranks - 1} workers"))
+    return Report("Training with a slow rank", tables, targets, panels)
 
 
 def tokens_per_second(of: Stats) -> float:

@@ -59,12 +59,11 @@ serial_tests() { # serial_tests LABEL PYTEST ARGUMENTS...
 }
 
 in_two_halves() { # in_two_halves PATHS...: these in the background, with what they say kept, beside all but ${alone[@]}
-    local log=$MPITRAIN_TESTS/beside.log others=() code=0 beside
-    for path in "$@" ${alone[@]+"${alone[@]}"}; do others+=("--ignore=$path"); done
-    serial_tests beside "$@" >"$log" 2>&1 &
+    local log=$MPITRAIN_TESTS/beside.log excluded=(${alone[@]+"${alone[@]/#/--ignore=}"}) code=0 beside
+    serial_tests beside "$@" ${excluded[@]+"${excluded[@]}"} >"$log" 2>&1 &
     beside=$!
     trap "kill $beside 2>/dev/null" EXIT
-    serial_tests serial tests "${others[@]}" || code=1
+    serial_tests serial tests "${@/#/--ignore=}" ${excluded[@]+"${excluded[@]}"} || code=1
     wait $beside || code=1
     cat "$log"
     return $code
@@ -102,7 +101,8 @@ if [ "$mpi" = openmpi ] && [ "$sizes" = "1 2 3 4 8" ]; then
         tests/second_mpi.sh mpich || exit 1
         PATH=$root/.venv-mpich/bin:$PATH
         if [ -n "$all" ]; then
-            targets=(tests/comm tests/checkpoint/test_{background_saves,reading_together}.py tests/commands
+            targets=(tests/comm --ignore=tests/comm/test_compression.py --ignore=tests/comm/test_block_compression.py
+                tests/checkpoint/test_{background_saves,reading_together}.py tests/commands
                 tests/backend/test_backend_operations.py
                 tests/pipe/test_pipe_training.py::test_random_delays_change_nothing
                 tests/shard/test_{ddp,initialize}.py tests/train/test_trainer.py)
@@ -118,12 +118,10 @@ if [ -n "$serial" ] || [ -n "$long" ]; then
         serial_tests serial "${targets[@]}" || failed=1
     elif [ -z "$long" ]; then
         in_two_halves tests/{backend,benchmarks,checkpoint,comm,commands,data,inference,models} || failed=1
-    else # some ask how fast a job recovers or trains, or have daemons that must not be silent for seconds
-        alone=(tests/benchmarks/test_bench_guard.py # compares speeds
-            tests/cluster/test_{dead_workers,link,local_mode,planned_hosts,shrink,slurm,slurm_backend}.py
-            tests/planner/test_plan_command.py) # the last loads the machine
-        in_two_halves tests/cluster/test_{kill_campaign,local_disks,several_nodes}.py \
-            tests/{docs,jobs} || failed=1
+    else # some compare speeds, or ask how fast a job recovers or trains
+        alone=(tests/benchmarks/test_bench_guard.py tests/cluster/test_{link,local_mode,planned_hosts,shrink}.py)
+        in_two_halves tests/cluster/test_{dead_workers,kill_campaign,local_disks,several_nodes}.py \
+            tests/cluster/test_slurm{,_backend}.py tests/{benchmarks,docs,jobs} || failed=1
         serial_tests alone "${alone[@]}" || failed=1
     fi
     for size in $(cat "$MPITRAIN_TESTS"/long-sizes-* 2>/dev/null | sort -un); do # at which there are long tests of ranks

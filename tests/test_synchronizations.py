@@ -154,7 +154,8 @@ for name in list(sys.modules):
         del sys.modules[name]
 sys.dont_write_bytecode = True
 import pytest
-sys.exit(pytest.main(["-q", "-x", "--color=no", "-p", "no:cacheprovider", *sys.argv[1:]]))
+without = [word for name in ("cacheprovider", "hypothesispytest", "anyio") for word in ("-p", f"no:{name}")]
+sys.exit(pytest.main(["-q", "-x", "--color=no", *without, *sys.argv[1:]]))
 """
 
 

@@ -3,21 +3,23 @@
 `python -m mpitrain.train` takes seconds until it reads its arguments, nearly all of them for imports. Here a process
 imports torch once, without MPI, and forks a child for each command. From there on the child does what `python -m` does,
 with its own arguments, environment, working folder and output. Under mpirun each rank runs `warm_rank.py` for a Python,
-which has such a child do its work, hands signals on to it, and ends as it ends. What concerns the start itself (signals
-during imports, libraries that are loaded first), or who is whose parent, is tested with `support.job`.
+which has such a child do its work, hands signals on to it, and ends as it ends. The child joins the namespaces of who
+asked for it, such as a host of `cluster/namespace_hosts.py`. What concerns the start itself (signals during imports,
+libraries that are loaded first), or who is whose parent, is tested with `support.job`.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
-import gc
 import json
 import os
 import runpy
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -28,18 +30,17 @@ from pathlib import Path
 import support
 from support import ROOT, clean_environment, launcher
 
+from mpitrain.early import without_collecting
+
 MOST = 1 << 17  # bytes of a request
 FORKS = (Path(sys.prefix) / "bin/ompi_info").exists()  # another MPI hands a rank its connection as an open file
+_NAMESPACES = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}  # flags of setns(2)
 
 
 class Warm:
-    """Process that has imported torch, and its forks.
+    """Process that has imported torch, and its forks."""
 
-    Args:
-        before: Words before the command that starts it.
-    """
-
-    def __init__(self, before: Sequence[str] = ()) -> None:
+    def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
         self._place = f"{self._folder.name}/socket"
         self.python = Path(self._folder.name, "python")
@@ -49,7 +50,7 @@ class Warm:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(self._place)
             listener.listen(64)
-            command = [*before, sys.executable, str(Path(__file__).resolve()), str(listener.fileno())]
+            command = [sys.executable, str(Path(__file__).resolve()), str(listener.fileno())]
             environment = clean_environment(PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1")
             self.process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.PIPE, pass_fds=[listener.fileno()]
@@ -67,7 +68,7 @@ class Warm:
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull) as nothing:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as place:
                 place.connect(self._place)
-                request = [words, str(cwd or Path.cwd()), clean_environment(**environment), timeout, []]
+                request = [words, str(cwd or Path.cwd()), clean_environment(**environment), timeout, [], []]
                 socket.send_fds(place, [json.dumps(request).encode()], [nothing.fileno(), out.fileno(), err.fileno()])
                 place.recv(64)  # its number
                 code = int(place.recv(64))
@@ -76,8 +77,22 @@ class Warm:
 
     def launched(self, ranks: int, command: Sequence[str]) -> list[str]:
         """Return the command line that runs a Python command on forked ranks."""
+        return [*launcher(ranks), *self.replace_python(command)]
+
+    def replace_python(self, command: Sequence[str]) -> list[str]:
+        """Return a command whose Python is replaced by one whose work a fork does."""
         assert command[0] == sys.executable, command
-        return [*launcher(ranks), str(self.python) if FORKS else command[0], *command[1:]]
+        return [str(self.python) if FORKS else command[0], *command[1:]]
+
+    def make_environment(self, folder: Path) -> str:
+        """Make a Python environment for batch scripts whose Python is replaced; return its folder, for VENV."""
+        if not FORKS:
+            return sys.prefix
+        commands = folder / "bin"
+        commands.mkdir(parents=True)
+        (commands / "python").symlink_to(self.python)
+        (commands / "activate").write_text(f". {sys.prefix}/bin/activate\nPATH={commands}:$PATH\n")
+        return str(folder)
 
     def close(self) -> None:
         self.process.stdin.close()
@@ -114,8 +129,25 @@ def job(
     return support.job(0, shared().launched(ranks, command), timeout=timeout, cwd=cwd, **environment)
 
 
+def _join_namespaces(process: int) -> None:
+    """Join the namespaces of a process: its network, its host name and its mounts."""
+    setns = ctypes.CDLL(None, use_errno=True).setns
+    for kind, flag in _NAMESPACES.items():
+        theirs = f"/proc/{process}/ns/{kind}"
+        if not os.path.samefile(theirs, f"/proc/self/ns/{kind}"):
+            with open(theirs) as file:
+                if setns(file.fileno(), flag):
+                    raise OSError(ctypes.get_errno(), f"cannot join {theirs}")
+
+
 def _become(
-    words: list[str], cwd: str, environment: dict[str, str], timeout: float, cores: list[int], outputs: list[int]
+    words: list[str],
+    cwd: str,
+    environment: dict[str, str],
+    timeout: float,
+    cores: list[int],
+    blocked: list[int],
+    outputs: list[int],
 ) -> None:
     """Run the command in the forked process, and exit."""
     for descriptor, output_descriptor in enumerate(outputs):
@@ -126,6 +158,7 @@ def _become(
     os.environ.update(environment)
     tempfile.tempdir = None  # found already, in another environment
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     sys.executable = environment.get("WARM_PYTHON", sys.executable)
     if cores:
         os.sched_setaffinity(0, cores)
@@ -149,10 +182,10 @@ def _become(
     sys.exit()
 
 
-def _serve(listener: socket.socket) -> None:
+def _import_packages() -> None:
     import h5py  # noqa: F401
     import pydantic  # noqa: F401
-    import torch._dynamo  # noqa: F401 - which the first optimizer imports
+    import torch._dynamo  # noqa: F401 - which some optimizers import
 
     import mpitrain.checkpoint
     import mpitrain.config.settings
@@ -161,7 +194,11 @@ def _serve(listener: socket.socket) -> None:
     with suppress(ImportError):
         from transformers import AutoModelForCausalLM  # noqa: F401
     assert "mpi4py" not in sys.modules
-    gc.freeze()
+
+
+def _serve(listener: socket.socket) -> None:
+    with without_collecting():
+        _import_packages()
     places = selectors.DefaultSelector()
     places.register(listener, selectors.EVENT_READ)
     places.register(sys.stdin, selectors.EVENT_READ)
@@ -194,7 +231,9 @@ def _fork(asking: socket.socket) -> int:
     request, outputs, _, _ = socket.recv_fds(asking, MOST, 3)
     child = os.fork()
     if child == 0:
+        process, _, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         asking.close()
+        _join_namespaces(process)
         _become(*json.loads(request), outputs)
     for descriptor in outputs:
         os.close(descriptor)

@@ -130,67 +130,51 @@ def milliseconds(times: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Panel:
-    """A plot with horizontal bars, or with lines.
+    """A plot of lines or points.
 
     Attributes:
-        title: Heading above the plot.
-        label: Label of the values: the x axis of bars, the y axis of lines.
-        bars: Length of each bar, by name; with `names`, the lengths for each of them, by series.
-        names: Names of the groups of bars if there are several series; empty: each bar stands alone.
-        stacked: If true, the bars of a group are stacked instead of placed side by side.
-        colours: Colour of each bar, if there is one series; None: matplotlib's default.
-        lines: (x values, y values) of each line, by label; used instead of bars if not empty.
-        across: Label of the x axis of lines.
-        log: If true, the axis of values is logarithmic; for lines, both axes.
-        mark: Value marked by a thin line; None: no mark.
+        label: Label of the y axis.
+        across: Label of the x axis.
+        lines: (x values, y values) of each line, by label.
+        styles: Keyword arguments of matplotlib's `plot`, by label of the line.
+        title: Heading above the plot; empty: none.
+        log: If true, both axes are logarithmic.
+        doubling: If true, the x axis is logarithmic, in powers of two.
         band: Half width of a band around y = x, relative to x, in a plot of points instead of lines; None: no band.
     """
 
-    title: str
     label: str
-    bars: Mapping[str, Any] = field(default_factory=dict)
-    names: Sequence[str] = ()
-    stacked: bool = False
-    colours: Sequence[str] | None = None
-    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
-    across: str = ""
+    across: str
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    styles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    title: str = ""
     log: bool = False
-    mark: float | None = None
+    doubling: bool = False
     band: float | None = None
+
+    @property
+    def wide(self) -> bool:
+        """True if the names of the lines stand beside the plot, because there are more than eight."""
+        return len(self.lines) > 8
 
     def draw(self, axes: Any) -> None:
         """Draw the plot on `axes` of matplotlib."""
-        axes.set_title(self.title)
-        if self.lines:
-            for label, (x, y) in self.lines.items():
-                axes.plot(x, y, "o" if self.band else ".-", alpha=0.7, label=label)
-            axes.set(xlabel=self.across, ylabel=self.label)
-        else:
-            self._draw_bars(axes)
-            axes.set_xlabel(self.label)
+        for label, (x, y) in self.lines.items():
+            style = {"marker": "."} if self.band is None else {"marker": "o", "linestyle": "none"}
+            axes.plot(x, y, **{"label": label, "alpha": 0.7, **style, **self.styles.get(label, {})})
+        axes.set(title=self.title, xlabel=self.across, ylabel=self.label)
         if self.log:
-            axes.set(xscale="log", **({"yscale": "log"} if self.lines else {}))
+            axes.set(xscale="log", yscale="log")
+        if self.doubling:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:,.0f}")
+            axes.grid(alpha=0.3)
         if self.band is not None:
             ends = sorted((*axes.get_xlim(), *axes.get_ylim()))[::3]
             axes.plot(ends, ends, color="black", linewidth=0.8)
             low, high = ([end * (1 + sign * self.band) for end in ends] for sign in (-1, 1))
             axes.fill_between(ends, low, high, color="grey", alpha=0.2)
-        if self.mark is not None:
-            (axes.axhline if self.lines else axes.axvline)(self.mark, color="black", linewidth=0.8)
-        if self.lines or self.names:
-            axes.legend(fontsize="small")
-
-    def _draw_bars(self, axes: Any) -> None:
-        names = self.names or list(self.bars)
-        series = self.bars if self.names else {"": list(self.bars.values())}
-        width, left = 0.8 / (1 if self.stacked else max(1, len(series))), [0.0] * len(names)
-        for number, (label, values) in enumerate(series.items()):
-            shift = 0.0 if self.stacked else (number - (len(series) - 1) / 2) * width
-            axes.barh([i + shift for i in range(len(names))], values, width, left=left, label=label, color=self.colours)
-            if self.stacked:
-                left = [before + value for before, value in zip(left, values, strict=True)]
-        axes.set_yticks(range(len(names)), names)
-        axes.invert_yaxis()
+        axes.legend(fontsize="small", **({"loc": "upper left", "bbox_to_anchor": (1, 1)} if self.wide else {}))
 
 
 @dataclass(frozen=True)
@@ -201,13 +185,13 @@ class Report:
         title: Heading of the report.
         tables: Tables of the measured figures.
         targets: Targets, default none.
-        panels: Rows of plots, all with the same number of plots; ignored if matplotlib is not installed.
+        panels: Plots, side by side; ignored if matplotlib is not installed.
     """
 
     title: str
     tables: Sequence[ReportTable]
     targets: Sequence[ReportTarget] = ()
-    panels: Sequence[Sequence[Panel]] = ()
+    panels: Sequence[Panel] = ()
 
 
 def facts(world: Communicator) -> dict[str, Any]:
@@ -380,20 +364,17 @@ def plot(values: Values, path: Path) -> bool:
     Returns:
         True if the file was written; false if there are no plots, or matplotlib is not installed.
     """
-    rows = [[Panel(**panel) for panel in panels] for panels in values["panels"]]
-    if not rows:
+    panels = [Panel(**panel) for panel in values["panels"]]
+    if not panels:
         return False
     try:
         from matplotlib.figure import Figure
     except ImportError:
         print("no plot, because matplotlib is not installed; run pip install matplotlib")
         return False
-    wide = len(rows[0])
-    longest = [max(len(panel.names or panel.bars) for panel in panels) for panels in rows]
-    figure = Figure(figsize=(6 * wide, sum(max(4.0, 1.4 + 0.32 * bars) for bars in longest)), layout="constrained")
-    for axes, panels in zip(figure.subplots(len(rows), wide, squeeze=False), rows, strict=True):
-        for one, panel in zip(axes, panels, strict=True):
-            panel.draw(one)
+    figure = Figure(figsize=(sum(9 if panel.wide else 6 for panel in panels), 4), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        panel.draw(axes)
     with replacing(path) as aside:
         figure.savefig(aside, dpi=120, metadata={"Source": measured_at(values)})
     return True

@@ -32,6 +32,7 @@ from mpitrain.storage import proc
 from mpitrain.trainer.data import batches
 from mpitrain.trainer.trainer import Trainer
 
+_TIERS = ("inside", "between")
 KINDS = ("parameters", "gradients", "states", "activations", "buffers")
 _LOOPBACK = "/sys/class/net/lo/statistics/tx_bytes"  # bytes sent, in this network namespace
 PIECE, LARGE = 128 << 10, 32 << 20  # bytes from which glibc takes a block from the system: its default, and the maximum
@@ -41,6 +42,8 @@ WARM = 2  # warm-up steps, which do not count
 _WATCHED = 3  # steps whose memory and bytes sent are measured
 
 Values = Mapping[str, Mapping[str, Any]]  # a configuration by section and key
+# what all training runs have in common
+UNENDING: Values = {"run": {"device": "cpu", "dir": "unused"}, "train": {"steps": 1000, "evaluate_every": 0}}
 
 
 class TrainingRun(Protocol):
@@ -219,35 +222,25 @@ class SentBytes:
         self._world.barrier()
         self._world.journal.start()
 
-    def stop(self, steps: int) -> Mapping[str, Any]:
-        """Stop counting and return the bytes per step. Collective.
+    def stop(self, steps: int) -> Mapping[str, float | None]:
+        """Stop counting and return the bytes per step of the rank that sends most, None if unknown. Collective.
 
         Args:
             steps: Number of steps since `start`.
 
         Returns:
-            "inside" and "between": bytes per step to ranks of the same node and of other nodes, of the rank that sends
-            most. "rows": [operation, axis, algorithm, calls, bytes inside, bytes between] per step, of this rank.
-            "loopback": bytes per step and rank through sockets of this node; None on several nodes.
+            "inside" and "between": bytes per step to ranks of the same node and of other nodes.
         """
         world = self._world
         rows = world.journal.account()
         world.journal.stop()
         world.barrier()
-        loopback = _loopback_bytes() - self._loopback
-        inside, between = (sum(getattr(row, tier) for row in rows) / steps for tier in ("inside", "between"))
-        most = torch.tensor([inside, between], dtype=torch.float64)
-        world.all_reduce(most, "max")
-        cells = [
-            [row.operation, row.axis, row.algorithm, row.calls / steps, row.inside / steps, row.between / steps]
-            for row in rows
-        ]
-        return {
-            "inside": float(most[0]),
-            "between": float(most[1]),
-            "rows": cells,
-            "loopback": loopback / steps / world.size if world.num_nodes == 1 else None,
-        }
+        sent = torch.tensor([sum(getattr(row, tier) for row in rows) for tier in _TIERS], dtype=torch.float64)
+        if not rows:
+            sent[0] = (_loopback_bytes() - self._loopback) / world.size
+        world.all_reduce(sent, "max")
+        known = rows or world.num_nodes == 1
+        return {tier: nbytes / steps if known else None for tier, nbytes in zip(_TIERS, sent.tolist(), strict=True)}
 
 
 def _loopback_bytes() -> int:
@@ -295,10 +288,6 @@ class PeakMemory:
             yield
             shared = _part_of("Pss_Shmem")
         self._record(most[0] + max(shared, self._shared))
-
-    def process(self) -> int:
-        """Return the peak bytes of the whole process, including libraries."""
-        return self._private + self._shared + self.peak + _part_of("Pss_File")
 
     def _record(self, nbytes: int) -> None:
         self.peak = max(self.peak, nbytes - self._private - self._shared)

@@ -1,28 +1,27 @@
 """Comparison of the ranks of a node with one rank that has all their threads, measured in the first steps of a run.
 
-With few samples per rank, reducing the gradients of a large model takes longer than the ranks save by computing side by
-side. One rank with more threads is then faster. The comparison only says so; it never changes the run or its results:
+With few samples per rank, reducing the gradients of a large model can take longer than the ranks save by computing side
+by side. One rank with more threads is then faster. The comparison says so; it never changes the run or its results:
 
-    steps 1 to 8      the ranks' own seconds per step, which the clock of the engine measures anyway
+    steps 1 to 8      the ranks' own seconds per step, which the clock of the engine measures anyway; the fastest counts
     after step 8      rank 0 computes its node's share of the batch with the threads of all ranks of its node, forward
-                      and backward, several times; the other ranks sleep
+                      and backward, several times; the other ranks sleep; the median counts
 
-The one rank is assumed to need as long for the update as the ranks, and between several nodes for communication. It
-needs no longer, so the comparison does not favour it. (With parallel.zero 0 each rank makes the whole update, which
-takes the ranks longer; parallel.zero 1 is the better remedy for this.)
+So a machine whose speed varies does not lead to a hint. The one rank is assumed to need as long for the update as the
+ranks, and between several nodes for communication. It needs no longer, so the comparison does not favour it.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.monitor.parts import StepClock
 from mpitrain.speeds.cores import all_cores
@@ -35,7 +34,7 @@ from mpitrain.trainer.settings import run_on_root_alone
 
 _STEPS = 8  # steps of the full batch before the measurement
 _SHORT = 60.0  # a run with fewer seconds left is not measured
-_SECONDS, _SHARE = 2.0, 1e-3  # longest measurement: this many seconds, or this share of the seconds left
+_SECONDS = 2.0  # longest measurement
 _PASSES = 8  # largest number of repetitions
 _MARGIN = 1.05  # the ranks must take this many times as long before the user hears of it
 
@@ -115,14 +114,12 @@ class CompareThreads(Callback):
         slowest = torch.tensor(min(self._steps), dtype=torch.float64)
         world.all_reduce(slowest, "max")
         seconds, common = slowest.tolist()
-        left = seconds * (trainer.config.train.steps - trainer.step)
-        limit = max(_SECONDS, _SHARE * left)
-        if left < _SHORT or 2.0 * seconds > limit:
+        if seconds * (trainer.config.train.steps - trainer.step) < _SHORT or 2.0 * seconds > _SECONDS:
             return
         ranks, threads = world.size // world.num_nodes, torch.get_num_threads()
         cores = world.process.cores
         more = max(1, int(ranks * min(threads, cores.cores / cores.ranks)))
-        passes = run_on_root_alone(world, lambda: _time_node_batch(trainer, step, more, limit))
+        passes = run_on_root_alone(world, lambda: _time_node_batch(trainer, step, more))
         trainer.engine.clock.skip()
         comparison = Comparison(world.num_nodes, ranks, threads, seconds, more, passes + common)
         if world.rank == 0 and (hint := comparison.hint(os.environ)):
@@ -139,17 +136,12 @@ def _suits(trainer: Run) -> bool:
         and not (config.run.reproducible or config.model.compile or config.parallel.offload)
         and not (is_accelerator(trainer.device) or engine.synchronous)
         and not (engine.sharding.parameters.gathers or engine.sharding.gradients.reduces_each_pass)
-        and _ranks_per_node(world) > 1
+        and world.size > world.num_nodes
+        and len({world.nodes.count(node) for node in world.nodes}) == 1
     )
 
 
-def _ranks_per_node(world: Communicator) -> int:
-    """Return the number of ranks of each node; 0 if it differs between nodes."""
-    numbers = {world.nodes.count(node) for node in range(world.num_nodes)}
-    return numbers.pop() if len(numbers) == 1 else 0
-
-
-def _time_node_batch(trainer: Run, step: Step, threads: int, limit: float) -> float:
+def _time_node_batch(trainer: Run, step: Step, threads: int) -> float:
     """Return the seconds that this rank needs for forward and backward of a whole node's share of a batch.
 
     The result is infinite if this rank has no samples, or the model fails with the larger batch.
@@ -158,7 +150,6 @@ def _time_node_batch(trainer: Run, step: Step, threads: int, limit: float) -> fl
         trainer: Trainer of the run.
         step: Step whose samples are used, repeated as often as necessary.
         threads: Threads to compute with.
-        limit: Seconds after which no further repetition starts.
     """
     nodes = trainer.world.num_nodes
     samples, here = -(-trainer.samples // nodes), len(step.batch.x)
@@ -170,7 +161,7 @@ def _time_node_batch(trainer: Run, step: Step, threads: int, limit: float) -> fl
     with all_cores():
         torch.set_num_threads(threads)
         try:
-            return time_passes(trainer.engine, microbatches(x, y, size), limit)
+            return time_passes(trainer.engine, microbatches(x, y, size), _SECONDS)
         except Exception as error:  # the user's model may raise anything
             trainer.folder.log.info("one rank could not compute the batch of its node: %s", error)
             return math.inf
@@ -190,7 +181,7 @@ def time_passes(engine: Engine, batch: Sequence[Microbatch], limit: float) -> fl
         limit: Seconds after which no further repetition starts.
 
     Returns:
-        The least seconds of all repetitions.
+        The median seconds of the repetitions.
     """
     owned = [
         (m._buffers, name, b, b.clone())
@@ -214,4 +205,4 @@ def time_passes(engine: Engine, batch: Sequence[Microbatch], limit: float) -> fl
         engine.sharding.reducer.touched().clear()
         for buffers, name, buffer, value in owned:
             buffers[name] = buffer.copy_(value)
-    return min(taken)
+    return statistics.median(taken)

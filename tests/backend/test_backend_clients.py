@@ -392,7 +392,7 @@ def test_a_rank_that_ends_without_the_others_ends_the_job_within_seconds(tmp_pat
     script.write_text(LEAVES.format(leaves=leaves, waits=waits))
     begun = time.monotonic()
     result = job(3, [sys.executable, str(script)], timeout=60)
-    assert result.returncode != 0 and time.monotonic() - begun < 20
+    assert result.returncode != 0 and time.monotonic() - begun < 40
     if "os." not in leaves:  # else the launcher sees it
         assert result.stderr.count("mpitrain: rank 1 has left: its Python interpreter ended") == 1
         assert re.search(r"while rank [02] waits for it at script.py:8 in <module>", result.stderr)

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support import ROOT, job
+from support import ROOT
+from warm import job
 
 SCRIPTS = Path(__file__).parent / "scripts"
 pytestmark = pytest.mark.campaign

@@ -8,7 +8,8 @@ import sys
 from dataclasses import asdict
 
 import pytest
-from support import ROOT, job
+from support import ROOT
+from warm import bench
 
 import benchmarks.all as every
 from benchmarks.__main__ import names
@@ -105,8 +106,8 @@ def test_a_benchmark_that_fails_or_takes_too_long_is_named(tmp_path, monkeypatch
 @pytest.mark.campaign
 def test_a_quick_run_of_some_lists_their_targets_and_changes_no_page(tmp_path):
     before = {path: path.read_bytes() for path in (*figures.PAGES, *report.RESULTS.glob("*"))}
-    command = [sys.executable, "-m", "benchmarks", "all", "--quick", "--only", "recording,tensor", "--ranks", "2"]
-    done = job(0, [*command, "--out", str(tmp_path)], timeout=110)
+    only = "recording,tensor"
+    done = bench("all", "--quick", "--only", only, "--ranks", "2", "--out", tmp_path, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^recording: measured at commit [0-9a-f]{10}.*, \d+ commits ago$", done.stdout, re.MULTILINE)
     assert re.search(r"^  not measured +recorded / not, 2 ranks: ", done.stdout, re.MULTILINE)

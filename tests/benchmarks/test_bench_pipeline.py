@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
-from support import job
+from warm import bench
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(300)
 def test_the_benchmark_compares_every_schedule(tmp_path):
-    command = [sys.executable, "-m", "benchmarks", "pipeline", "--quick", "--ranks", "2", "--out", str(tmp_path)]
-    done = job(0, command, timeout=280)
+    small = ["--layers", "5", "--microbatches", "4"]
+    done = bench("pipeline", "--quick", "--ranks", "2", *small, "--out", tmp_path, timeout=280)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "BENCH-pipeline.json").read_text())["results"]["2"]
     for size in ("small", "large"):

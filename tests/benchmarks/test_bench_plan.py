@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 import pytest
-from support import MACHINE, job
+from support import MACHINE
+from warm import bench
 
 from benchmarks.plan import report, spread
 from mpitrain.parallel import layouts
@@ -17,9 +17,8 @@ from mpitrain.parallel import layouts
 @pytest.mark.timeout(200)
 def test_a_quick_run_compares_predictions_with_measurements(tmp_path):
     (tmp_path / "machine.toml").write_text(MACHINE)
-    command = [sys.executable, "-m", "benchmarks", "plan", "--quick", "--ranks", "2", "--out", str(tmp_path)]
-    command += ["--machine", str(tmp_path / "machine.toml")]
-    done = job(0, command, timeout=180)
+    machine = ["--machine", tmp_path / "machine.toml"]
+    done = bench("plan", "--quick", "--ranks", "2", "--out", tmp_path, *machine, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "BENCH-plan.json").read_text())["results"]["2"]["gpt"]
     assert len(rows) >= 12 and {row["choice"] for row in rows} >= {-1, 0}
@@ -33,7 +32,7 @@ def test_a_quick_run_compares_predictions_with_measurements(tmp_path):
                 assert predicted[kind] == pytest.approx(counted[kind], rel=0.01), (row["layout"], kind)
             else:  # what is predicted is of the rank that has most
                 assert predicted[kind] > 0.99 * counted[kind], (row["layout"], kind)
-    assert "gpt, 2 ranks" in (tmp_path / "BENCH-plan.md").read_text()
+    assert "| gpt | 2 |" in (tmp_path / "BENCH-plan.md").read_text()
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

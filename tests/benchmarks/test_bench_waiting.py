@@ -9,7 +9,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from support import job
+from warm import bench
 
 from benchmarks.waiting import (
     CONTENDERS,
@@ -27,9 +27,8 @@ from benchmarks.waiting import (
 
 @pytest.mark.campaign
 def test_a_quick_run_writes_tokens_times_and_a_picture(tmp_path):
-    command = [sys.executable, "-m", "benchmarks", "waiting", "--quick", "--ranks", "3"]
     only = "server, staleness 4; server, asynchronous, apart; local, 16 steps"
-    done = job(0, [*command, "--only", only, "--out", str(tmp_path)], timeout=110)
+    done = bench("waiting", "--quick", "--ranks", "3", "--only", only, "--out", tmp_path, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     values = json.loads((tmp_path / "BENCH-waiting.json").read_text())
     ways = values["results"]["3"]

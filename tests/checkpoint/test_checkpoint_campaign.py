@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import clean_environment, job, launcher
+from support import clean_environment
+from warm import job, shared
 
 from mpitrain.checkpoint.contents import damaged_places, load_tensor
 from mpitrain.checkpoint.folders import finished_steps
@@ -68,11 +69,10 @@ def test_a_save_killed_at_any_time_leaves_valid_checkpoints(tmp_path, full):
         ranks = chance.choice([0, 0, 2])
         for name in ("pids", "saving"):
             (tmp_path / name).unlink(missing_ok=True)
-        command = [*(launcher(ranks) if ranks else []), sys.executable, str(HERE / "endless_saves.py")]
+        command = [sys.executable, str(HERE / "endless_saves.py"), str(tmp_path), str(number)]
+        command = shared().launched(ranks, command) if ranks else shared().replace_python(command)
         with open(tmp_path / "out", "w") as out:
-            process = subprocess.Popen(
-                [*command, str(tmp_path), str(number)], stdout=out, stderr=out, env=clean_environment()
-            )
+            process = subprocess.Popen(command, stdout=out, stderr=out, env=clean_environment())
         try:
             _wait_for(tmp_path / "saving", process, tmp_path / "out")
             time.sleep(chance.random() * 0.4)

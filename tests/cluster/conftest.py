@@ -15,6 +15,7 @@ import slurm_cluster
 from link import Link
 from namespace_hosts import Hosts, why_not
 from slurm_cluster import SlurmCluster
+from warm import Warm
 
 
 def impossible(what: str, reason: str) -> None:
@@ -46,9 +47,12 @@ def linked_hosts() -> Iterator[Hosts]:
 
 
 @pytest.fixture
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """Yield three idle Slurm nodes of two cores each."""
-    yield from _cluster(SlurmCluster(tmp_path_factory.mktemp("slurm"), 3))
+def slurm(tmp_path_factory: pytest.TempPathFactory, forked: Warm) -> Iterator[SlurmCluster]:
+    """Yield three idle Slurm nodes of two cores each, whose jobs fork their Python from a warm one (warm.py)."""
+    folder = tmp_path_factory.mktemp("slurm")
+    cluster = SlurmCluster(folder, 3)
+    cluster.variables = {"VENV": forked.make_environment(folder / "venv")}
+    yield from _cluster(cluster)
 
 
 @pytest.fixture

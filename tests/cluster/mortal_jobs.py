@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import warm
 from support import clean_environment, launcher, train_command
 
 from mpitrain.monitor import read_metrics
@@ -22,13 +23,19 @@ GOING_ON = re.compile(
 
 
 class Job:
-    """A training job of `ranks` ranks, some of which are to be killed."""
+    """A training job of `ranks` ranks, some of which are to be killed.
+
+    Args:
+        command: Words that start the ranks across hosts; by default they are forked on this machine, see warm.py.
+    """
 
     def __init__(
         self, folder: Path, ranks: int, arguments: Sequence[object], command: Sequence[str] = (), **environment: str
     ) -> None:
         train = train_command("--run.dir", folder, *arguments)
-        command = [*(command or [*launcher(ranks), "--with-ft", "ulfm"]), *train]
+        if not command:
+            command, train = [*launcher(ranks), "--with-ft", "ulfm"], warm.shared().replace_python(train)
+        command = [*command, *train]
         self.folder, self._step_before = folder, 0.0
         self._said, self._printed = (folder.parent / f"{folder.name}.{name}" for name in ("stderr", "stdout"))
         with open(self._said, "w") as err, open(self._printed, "w") as out:

@@ -45,7 +45,7 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmctldTimeout=10
-SlurmdTimeout=6
+SlurmdTimeout=20
 InactiveLimit=0
 KillWait=20
 MinJobAge=600

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from kill_cases import EVERY, SNAPSHOT, STEPS, Case, cases
 from kill_points import COMMIT, MOMENTS, PRUNING, SAID, Kill, job_arguments, notes, reached
-from support import clean_environment, launcher, train_command
+from support import clean_environment, train_command
 
 from mpitrain.checkpoint.contents import damaged_places, differences
 from mpitrain.checkpoint.folders import finished_steps, folder_name
@@ -122,7 +123,7 @@ def run_job(ranks: int, command: Sequence[str], run: Path) -> Ended:
     out, err = _beside(run, ".out"), _beside(run, ".err")
     with open(out, "w") as to_out, open(err, "w") as to_err:
         process = subprocess.Popen(
-            [*launcher(ranks), *command],
+            warm.shared().launched(ranks, command),
             stdout=to_out,
             stderr=to_err,
             stdin=subprocess.DEVNULL,

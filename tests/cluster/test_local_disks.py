@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support import job, train_command
+from support import train_command
+from warm import job, shared
 
 from mpitrain.checkpoint.folders import finished_steps, folder_name
 from mpitrain.checkpoint.manifest import read_manifest
@@ -41,7 +42,7 @@ def test_redundant_copies_survive_a_killed_host_and_flipped_bits(hosts, tmp_path
 
     def across(steps):
         more = {"checkpoint.every": 1, "checkpoint.local": own_disk, "checkpoint.redundancy": redundancy}
-        return hosts.mpirun(command(run, steps, **more), (1, 1, 1))
+        return hosts.mpirun(shared().replace_python(command(run, steps, **more)), (1, 1, 1))
 
     def until(more_steps, *killed):
         """Run `more_steps` steps across the hosts, kill the hosts `killed`, and return the output so far."""

@@ -24,7 +24,7 @@ LOCAL = ["--parallel.mode", "local", "--parallel.local_group", "node", "--parall
 
 @pytest.mark.campaign
 @pytest.mark.timeout(400)
-def test_local_mode_is_faster_over_a_slow_link(tmp_path):
+def test_local_mode_is_faster_over_a_slow_link(tmp_path, forked):
     if reason := why_not(LINK):
         impossible("namespaces", reason)
     data, results = tmp_path / "text", {}
@@ -32,7 +32,7 @@ def test_local_mode_is_faster_over_a_slow_link(tmp_path):
     with Hosts(3, LINK) as hosts:
         for name, words in {"sync": [], "local": LOCAL}.items():
             where = ["--data.path", str(data), "--run.dir", str(tmp_path / name)]
-            result = hosts.run(train_command(*MODEL, *RUN, *where, *words), timeout=180)
+            result = hosts.run(forked.replace_python(train_command(*MODEL, *RUN, *where, *words)), timeout=180)
             assert result.returncode == 0, result.stderr
             lines = read_metrics(tmp_path / name)
             speed = median(line["tokens_per_s"] for line in lines[STEPS // 2 :])

@@ -13,14 +13,14 @@ pytestmark = [pytest.mark.campaign, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("ranks", [(2, 2, 2), (1, 3, 1)], ids=["2 ranks each", "1, 3 and 1 ranks"])
-def test_every_operation_is_correct_across_three_nodes(hosts, ranks):
-    result = hosts.run([sys.executable, HERE / "operations_across_nodes.py"], ranks, timeout=240)
+def test_every_operation_is_correct_across_three_nodes(hosts, forked, ranks):
+    result = hosts.run(forked.replace_python([sys.executable, HERE / "operations_across_nodes.py"]), ranks, timeout=240)
     assert result.returncode == 0, result.stderr
     assert f"{sum(ranks)} ranks on 3 nodes agree; 16 MiB by two_level" in result.stdout
 
 
-def test_two_level_sums_send_the_minimum_between_nodes(hosts):
-    result = hosts.run([sys.executable, HERE / "two_level.py"], timeout=240)
+def test_two_level_sums_send_the_minimum_between_nodes(hosts, forked):
+    result = hosts.run(forked.replace_python([sys.executable, HERE / "two_level.py"]), timeout=240)
     assert result.returncode == 0, result.stderr
     measured = json.loads(result.stdout.splitlines()[-1])
     assert measured["nodes"] == 3 and "gloo / two_level arena" in measured

@@ -55,7 +55,8 @@ def test_a_torchrun_script_trains_on_two_nodes_and_a_failing_rank_ends_the_job(
     slurm: SlurmCluster, tmp_path: Path, mpi: str
 ):
     (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "job").write_text(JOB.format(venv=environment_with(mpi), launch=LAUNCH[mpi]))
+    venv = environment_with(mpi) if mpi == "mpich" else slurm.environment()["VENV"]
+    (tmp_path / "job").write_text(JOB.format(venv=venv, launch=LAUNCH[mpi]))
     state, out = run(slurm, tmp_path)
     assert state == "COMPLETED", out
     lines = sorted(line for line in out.splitlines() if line.endswith(": right"))

@@ -35,7 +35,7 @@ def test_a_rank_that_exits_while_others_wait_is_reported_within_seconds(tmp_path
         half.barrier()  # of ranks 0 and 2 only
         {waits}  # never completes
         """
-    report = failed_job(tmp_path, 3, program, limit=15)
+    report = failed_job(tmp_path, 3, program, limit=45)
     ended = f"ended with exit code {code} while" if code else "ended while"
     assert report.count(f"rank 1 has left: its Python interpreter {ended}") == 1
     assert re.search(rf"while rank [02] waits for it at {line(tmp_path, '# never completes')} in <module>", report)

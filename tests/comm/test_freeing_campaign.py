@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import ROOT, job, launcher
+from support import ROOT, job
+from warm import shared
 
 TIMES = 5000
 # without --full: if each group leaked one communicator, or each save a few, MPICH would run out of them
@@ -28,7 +29,7 @@ MAX_GROWTH = 6 << 10  # KiB that a rank may grow by; 2,500 communicators of Open
     ],
 )
 def test_repeated_saves_and_groups_do_not_leak_memory(tmp_path, kind, mpi, full):
-    start = [*launcher(2), sys.executable]
+    start = shared().launched(2, [sys.executable])
     if mpi == "mpich":
         subprocess.run([ROOT / "tests/second_mpi.sh", mpi], check=True, timeout=300)
         start = [str(ROOT / ".venv-mpich/bin" / name) for name in ("mpiexec", "python")]

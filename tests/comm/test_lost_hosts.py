@@ -9,8 +9,9 @@ import sys
 import time
 
 import pytest
-from support import ROOT, job
+from support import ROOT
 from support import launcher as start
+from warm import job
 
 from mpitrain.comm.job import launcher
 from mpitrain.comm.job.connections import Connections

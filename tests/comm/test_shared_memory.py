@@ -7,13 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from support import ROOT, job, launcher
-from warm import Warm
+from support import ROOT, job
+from warm import shared
 
 CHECKS = """
 import torch
@@ -83,13 +83,11 @@ if world.rank == 0:
 """
 
 
-def run_two_ranks(
-    folder: Path, script: str, *arguments: object, prefix: Sequence[str] = (), timeout: float = 90, **environment: str
-):
+def run_two_ranks(folder: Path, script: str, *, timeout: float = 90):
     (folder / "checks.py").write_text(CHECKS)
     (folder / "main.py").write_text(script)
-    command = [*launcher(2), sys.executable, str(folder / "main.py"), *map(str, arguments)]
-    return job(0, [*prefix, *command], timeout=timeout, **environment)
+    command = shared().launched(2, [sys.executable, str(folder / "main.py")])
+    return job(0, command, timeout=timeout, PYTHONPATH=str(ROOT / "tests"))
 
 
 @pytest.fixture
@@ -121,20 +119,20 @@ SMALL = {
 
 @pytest.fixture
 def other_shared_memory(small_shared_memory) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """Yield a function that runs SCARCE on two ranks, forked from one warm process, with a /dev/shm of a given size."""
-    warm_process = Warm(small_shared_memory("1m"))
-    enter = ["nsenter", f"--target={warm_process.process.pid}", "--mount"]
+    """Yield a function that runs SCARCE_MEMORY on two forked ranks, with a /dev/shm of a given size."""
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen([*small_shared_memory("1m"), "sh", "-c", "echo; exec cat"], **pipes) as inside:
+        inside.stdout.readline()  # after that it is where it belongs
+        enter = ["nsenter", f"--target={inside.pid}", "--mount"]
 
-    def run(folder: Path, size: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-        warm_process.run("-c", "pass")  # after that it is where it belongs
-        subprocess.run([*enter, "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", "/dev/shm"], check=True)
-        (folder / "checks.py").write_text(CHECKS)
-        (folder / "main.py").write_text(SCARCE_MEMORY)
-        command = [sys.executable, str(folder / "main.py"), *map(str, arguments)]
-        return job(0, [*enter, *warm_process.launched(2, command)], cwd=folder)
+        def run(folder: Path, size: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+            subprocess.run([*enter, "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", "/dev/shm"], check=True)
+            (folder / "checks.py").write_text(CHECKS)
+            (folder / "main.py").write_text(SCARCE_MEMORY)
+            command = [sys.executable, str(folder / "main.py"), *map(str, arguments)]
+            return job(0, [*enter, *shared().launched(2, command)], cwd=folder)
 
-    yield run
-    warm_process.close()
+        yield run
 
 
 @pytest.mark.timeout(240)
@@ -170,10 +168,13 @@ print(_fill_with_zeros(address, 1 << 20), _fill_with_zeros(address, 256 << 20))
 
 
 UNREACHABLE = """
+import platform
 import torch
+import without_ptrace
 import mpitrain as mt
 from checks import check_all_sums
 
+without_ptrace.forbid(without_ptrace.NUMBERS[platform.machine()])
 world = mt.init()
 check_all_sums(world, [world.arena(4_000_000)])
 binder = world.binder
@@ -182,8 +183,7 @@ assert binder.neighbours() is None and binder.staging() is not None
 
 
 def test_sums_are_correct_if_reading_other_processes_is_forbidden(tmp_path):
-    forbidden = [sys.executable, str(ROOT / "tests" / "without_ptrace.py")]
-    result = run_two_ranks(tmp_path, UNREACHABLE, prefix=forbidden)
+    result = run_two_ranks(tmp_path, UNREACHABLE)
     assert result.returncode == 0, result.stderr
 
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from support import job
+from warm import command
 
 from mpitrain.planner.machine import lines_of, read_machine
 from mpitrain.speeds.kept import values_from
@@ -17,8 +18,8 @@ GIB = 1 << 30
 
 @pytest.mark.campaign
 def test_a_quick_run_writes_a_profile_with_plausible_figures(tmp_path):
-    command = [sys.executable, "-m", "mpitrain.plan", "--measure", "--quick", "--ranks", "2", "--device", "cpu"]
-    done = job(0, [*command, "--out", str(tmp_path / "machine.toml")], timeout=100)
+    options = ["--measure", "--quick", "--ranks", "2", "--device", "cpu"]
+    done = command("plan", *options, "--out", tmp_path / "machine.toml")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[core.matrix]" in done.stdout
     machine, links = read_machine(tmp_path / "machine.toml"), read_machine(tmp_path / "machine.toml").links

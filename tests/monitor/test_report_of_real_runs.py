@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from monitor_browser import browser, count_marks, require_browser
-from support import clean_environment, launcher, train_command
+from support import clean_environment, train_command
+from warm import shared
 
 from mpitrain import report
 from mpitrain.monitor.report.findings import findings
@@ -27,7 +28,7 @@ ARGUMENTS = (
 
 
 def start(folder: Path, zero: int) -> subprocess.Popen[bytes]:
-    command = [*launcher(RANKS), *train_command("--run.dir", folder, "--parallel.zero", zero, *ARGUMENTS)]
+    command = shared().launched(RANKS, train_command("--run.dir", folder, "--parallel.zero", zero, *ARGUMENTS))
     log = open(f"{folder}.log", "ab")  # noqa: SIM115 - of the job
     return subprocess.Popen(command, env=clean_environment(), stdout=log, stderr=log)
 

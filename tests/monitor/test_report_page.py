@@ -10,11 +10,14 @@ import struct
 import subprocess
 import sys
 import zlib
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import vl_convert
 from monitor_browser import browser, count_marks, require_browser
 from report_runs import Story, make_run
 from support import ROOT, one_line
@@ -43,6 +46,14 @@ ONE = {
     "held_out_perplexity",
 }  # fmt: skip
 SEVERAL = (ONE - {"parts_over_time"}) | {"held_out_loss"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bundle() -> Iterator[None]:
+    """Make the script that draws the charts once, which takes two seconds, and not for each page."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vl_convert, "javascript_bundle", cache(vl_convert.javascript_bundle))
+        yield
 
 
 @pytest.fixture(scope="module")

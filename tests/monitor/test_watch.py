@@ -33,7 +33,7 @@ from mpitrain.monitor.watched import Curve, RunStatus, WatchedRun
 from mpitrain.storage import locks
 
 SMALL = ("--model.layers", 1, "--model.width", 32, "--model.heads", 2, "--model.sequence", 32, "--train.batch", 8,
-         "--train.steps", 1000, "--train.evaluate_every", 50, "--checkpoint.every", 50)  # fmt: skip
+         "--train.steps", 600, "--train.evaluate_every", 50, "--checkpoint.every", 50)  # fmt: skip
 
 
 def watch(folder, *options):
@@ -137,7 +137,7 @@ def test_a_run_is_watched_through_a_kill_and_a_restart(tmp_path, sentence):
         jobs.append(_train(run, sentence))
         frame = screen.until("running", "restarts", "1, the last from step ")
         assert screen.end() == 0 and jobs[1].wait(30) == 0
-        assert "done" in screen.frames()[-1] and "step 1,000/1,000" in screen.frames()[-1]
+        assert "done" in screen.frames()[-1] and "step 600/600" in screen.frames()[-1]
         lines = piped.communicate(timeout=30)[0].splitlines()
     finally:
         screen.close()

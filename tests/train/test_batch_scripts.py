@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 from support import ROOT, clean_environment, launcher, pretend_environment
+from warm import shared
 
 from mpitrain.data.prepare import prepare
 
@@ -74,6 +75,7 @@ class Batch:
         (folder / "slow_model.py").write_text(FACTORY)
         (folder / "nodes").write_text("localhost\nlocalhost\n")  # a line for each rank
         self.record.mkdir()
+        self.environment = shared().make_environment(folder / "venv")
         (folder / "bin").mkdir()
         for name, content in (("qsub", QSUB), ("qstat", QSTAT)):
             (folder / "bin" / name).write_text(content)
@@ -106,7 +108,7 @@ class Batch:
             RECORD=str(self.record),
             OMPI_MCA_osc="^ucx",
         )
-        defaults = {"VENV": sys.prefix, "JOBS": str(ROOT / "jobs")}
+        defaults = {"VENV": self.environment, "JOBS": str(ROOT / "jobs")}
         with open(self.folder / f"out-{number}", "w") as out:
             return subprocess.Popen(
                 ["bash", str(copy)],

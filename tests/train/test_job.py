@@ -58,7 +58,7 @@ def test_nan_data_end_a_job_after_few_steps_unless_abort_after_is_0(tmp_path, fo
 def test_killed_job_learns_digits_and_resumes_with_the_same_bits(tmp_path):
     arguments = (
         "--data.path", "digits", "--model.name", "mlp", "--model.width", 64, "--train.steps", 150, "--train.batch", 64,
-        "--optim.lr", 0.01, "--checkpoint.every", 10, "--data.record_ids", "true",
+        "--optim.lr", 0.01, "--checkpoint.every", 30, "--data.record_ids", "true",
     )  # fmt: skip
     whole = warm.job(2, train_command("--run.dir", tmp_path / "whole", *arguments))
     assert whole.returncode == 0, whole.stderr
@@ -69,7 +69,7 @@ def test_killed_job_learns_digits_and_resumes_with_the_same_bits(tmp_path):
     command = warm.shared().launched(2, train_command("--run.dir", killed, *arguments))
     process = subprocess.Popen(command, env=clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        _wait_for(lambda: (killed / "checkpoints/step-00000010/manifest.json").exists(), 60, process)
+        _wait_for(lambda: (killed / "checkpoints/step-00000030/manifest.json").exists(), 60, process)
         victim = _process_of_rank(killed, 1)
         os.kill(victim, signal.SIGKILL)
         assert process.wait(30) != 0

@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import warm
 from monitor.trace_format import parse
 from rank_files import read_rank_files
-from support import clean_environment, job, launcher, one_line, train_command
+from support import clean_environment, one_line, train_command
 
 import mpitrain as mt
 from mpitrain.config.settings import Config
@@ -284,13 +285,14 @@ def test_module_hooks_record_forward_and_backward_without_side_effects(way):
 
 @pytest.mark.campaign
 @pytest.mark.serial
-def test_a_job_killed_while_recording_leaves_readable_files_and_resumes(tmp_path, sentence):
+def test_a_job_killed_while_recording_leaves_readable_files_and_resumes(tmp_path, sentence, forked):
     run = tmp_path / "run"
     arguments = (
         "--run.dir", run, "--data.path", sentence, "--model.layers", 1, "--model.width", 16, "--model.heads", 2,
         "--model.sequence", 16, "--train.batch", 4, "--checkpoint.every", 50, "--monitor.every", 1000,
     )  # fmt: skip
-    endless = [*launcher(2), *train_command(*arguments, "--train.steps", 1000000, "--monitor.timeline", "20:900000")]
+    words = train_command(*arguments, "--train.steps", 1000000, "--monitor.timeline", "20:900000")
+    endless = warm.shared().launched(2, words)
     process = subprocess.Popen(endless, env=clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
@@ -306,7 +308,7 @@ def test_a_job_killed_while_recording_leaves_readable_files_and_resumes(tmp_path
     assert set(before) <= {0, 1}
     steps = read_metrics(run)[-1]["step"] // 50 * 50
     again = (*arguments, "--train.steps", steps + 20, "--monitor.timeline", f"{steps + 5}:{steps + 8}")
-    done = job(2, train_command(*again))
+    done = warm.job(2, train_command(*again))
     assert done.returncode == 0, done.stderr
     assert "timeline.png" in done.stderr and "hidden behind backward" in done.stderr  # where the progress is
     assert parse(run / f"timeline/steps-{steps + 5}-{steps + 8}/trace.json")
@@ -314,5 +316,5 @@ def test_a_job_killed_while_recording_leaves_readable_files_and_resumes(tmp_path
         assert record.lines[-1]["step"] == steps + 20
         numbers = [line["step"] for line in record.lines]
         assert numbers == sorted(set(numbers))
-    wrong = job(0, train_command(*arguments, "--monitor.timeline", "9:5"))
+    wrong = forked.run("train", *arguments, "--monitor.timeline", "9:5")
     one_line(wrong, "monitor.timeline", "A:B with 1 <= A <= B")

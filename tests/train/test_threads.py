@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -137,6 +139,14 @@ def test_own_training_steps_are_not_measured(world, folder):
         return sum(isinstance(each, threads.CompareThreads) for each in kind({"run": {"dir": str(folder)}}).callbacks)
 
     assert (count(Trainer), count(Own)) == (1, 0)
+
+
+def test_one_slow_or_fast_pass_does_not_decide(monkeypatch):
+    engine, lasts, now = MagicMock(), iter([9.0, 2.0, 1.0, 3.0, 4.0]), [0.0]
+    engine.module.modules.return_value = []
+    engine.forward.side_effect = lambda x, y: now.__setitem__(0, now[0] + next(lasts))
+    monkeypatch.setattr(threads, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    assert threads.time_passes(engine, [(None, None)], 20.0) == 3.0
 
 
 def test_hint_says_what_was_measured_and_how_to_start():
