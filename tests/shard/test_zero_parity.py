@@ -538,5 +538,5 @@ def test_gathered_parameters_are_copied_only_where_a_share_ends(world):
     with parameters.unshard_all():
         for unit in parameters._units:
             copied = [p for _, p, _ in unit.members if p.untyped_storage().data_ptr() not in parameters._addresses]
-            assert len(copied) < world.size < len(unit.members)
+            assert len(copied) < world.size
     engine.close()
