@@ -7,6 +7,8 @@ These contenders are timed for each operation and vector size (bytes of a rank's
     persistent  the same, by a persistent call of mpitrain (all_reduce only)
     library     the MPI library's own call through mpi4py, on ordinary memory; in place where MPI supports it
     gloo        torch.distributed over gloo, in the same processes
+    tcp         plain TCP sockets that move the fewest bytes with which the operation is possible between hosts, and do
+                nothing else, among the hosts of tests/cluster/namespace_hosts.py
     memcpy      every rank copies the same number of bytes between two ordinary buffers, all ranks at once
     fp16, bf16  mpitrain on memory of an arena, compared with the MPI library's own sum of fp16
 
@@ -31,7 +33,6 @@ No algorithm that goes through the host can be faster than the slower of the las
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -43,7 +44,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.runner.jobs import BenchmarkParser, asked_for_device, run, say, summaries, timed
-from benchmarks.runner.peers import PlainCollectives, gloo
+from benchmarks.runner.peers import PlainCollectives, gloo, plain_sockets
 from benchmarks.runner.report import Report, ReportTable, ReportTarget, ratio, target_of
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as hardware
@@ -58,9 +59,10 @@ SIZES = [16 << 2 * i for i in range(12)]  # 16 B to 64 MiB
 QUICK_SIZES = [64, 64 * KIB, 1 * MIB, 4 * MIB]
 _SINGLE_FROM = 1 << 20  # bytes
 _LARGE = 256 * KIB  # bytes; geometric means are over sizes from here on
-_CONTENDERS = ("arena", "tensor", "persistent", "library", "gloo", "memcpy")  # of all_reduce
+_CONTENDERS = ("arena", "tensor", "persistent", "library", "gloo", "memcpy", "tcp")  # of all_reduce
 _OTHERS = ("reduce_scatter", "all_gather")
 _MORE, _TIMES = 1e-6, 1.05  # target for ordinary tensors: most seconds, and times, more than the library's own call
+_MOST_OF_TCP = 1.2  # target between hosts: our time / that of plain sockets
 _ARENA, _TENSOR = "all_reduce in an arena", "all_reduce of ordinary tensors"
 # targets by name: (operation, slower contender, faster one, least bytes), and the least mean of slower / faster
 _MEANS: dict[str, tuple[tuple[str, str, str, int], float]] = {
@@ -136,7 +138,7 @@ def all_reduces(world: Communicator, mpi: PlainCollectives, size: int) -> Iterat
     """
     numel = size // 4
     mine, theirs, gloos, source, dest = (zeros(numel) for _ in range(5))
-    with in_arena(world, numel) as arena:
+    with in_arena(world, numel) as arena, plain_sockets(world, 2 * size) as tcp:
         yield make_contenders(
             size,
             arena=partial(world.all_reduce, arena.tensor),
@@ -145,6 +147,7 @@ def all_reduces(world: Communicator, mpi: PlainCollectives, size: int) -> Iterat
             library=mpi.all_reduce(theirs),
             gloo=partial(dist.all_reduce, gloos),
             memcpy=partial(np.copyto, dest.numpy(), source.numpy()),
+            **tcp,
         )
 
 
@@ -174,7 +177,7 @@ def of_blocks(world: Communicator, mpi: PlainCollectives, operation: str, size: 
     """
     each = max(1, size // 4 // world.size)
     mine, theirs = zeros(each * world.size), zeros(each * world.size)
-    with in_arena(world, each * world.size) as arena:
+    with in_arena(world, each * world.size) as arena, plain_sockets(world, size) as tcp:
         if operation == "all_gather":
             block = slice(world.rank * each, (world.rank + 1) * each)
             calls = [partial(world.all_gather, x, x[block]) for x in (arena.tensor, mine)]
@@ -182,7 +185,7 @@ def of_blocks(world: Communicator, mpi: PlainCollectives, operation: str, size: 
         else:
             calls = [partial(world.reduce_scatter, zeros(each), x) for x in (arena.tensor, mine)]
             library = mpi.reduce_scatter(zeros(each), theirs)
-        yield make_contenders(size, arena=calls[0], tensor=calls[1], library=library)
+        yield make_contenders(size, arena=calls[0], tensor=calls[1], library=library, **tcp)
 
 
 # -- the report ----------------------------------------------------------------------------------------------
@@ -199,9 +202,11 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
         return report_on_device(results)
     tables: list[ReportTable] = []
     names, halves = {name: name for name in _CONTENDERS}, {"fp16": "fp16", "bf16": "bf16", "library": "library fp16"}
-    pairs = [("library", "arena"), ("gloo", "arena"), ("arena", "memcpy"), ("library", "tensor")]
+    to_tcp = [("arena", "tcp"), ("tensor", "tcp")]
+    pairs = [("library", "arena"), ("gloo", "arena"), ("arena", "memcpy"), ("library", "tensor"), *to_tcp]
     of_halves = [("library", "fp16"), ("library", "bf16")]
-    both, compared = {n: n for n in ("arena", "tensor", "library")}, [("library", "arena"), ("library", "tensor")]
+    both = {name: name for name in ("arena", "tensor", "library", "tcp")}
+    compared = [("library", "arena"), ("library", "tensor"), *to_tcp]
     for ranks, result in results.items():
         at = f"{ranks} ranks"
         tables += [
@@ -213,9 +218,7 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
     return Report("Collectives", tables, targets)
 
 
-def ratios(
-    result: Result, operation: str, slower: str, faster: str, least: int = 0, most: float = math.inf
-) -> dict[int, float]:
+def ratios(result: Result, operation: str, slower: str, faster: str, least: int = 0) -> dict[int, float]:
     """Return the ratio of two contenders' median times by vector size, for sizes at which both were measured.
 
     Args:
@@ -224,12 +227,11 @@ def ratios(
         slower: Contender in the numerator.
         faster: Contender in the denominator.
         least: Smallest size in bytes.
-        most: Largest size in bytes.
     """
     return {
         int(size): ratio(times, slower, faster)
         for size, times in result[operation].items()
-        if least <= int(size) <= most and slower in times and faster in times
+        if least <= int(size) and slower in times and faster in times
     }
 
 
@@ -252,8 +254,9 @@ def _targets(ranks: int, result: Result) -> list[ReportTarget]:
     over = partial(ratios, result)
     if result["nodes"] > 1:
         return [
-            of_worst(f"{_ARENA}, {peer} / ours, 16 MiB", over("all_reduce", peer, "arena", 16 * MIB, 16 * MIB), least=w)
-            for peer, w in (("library", 4), ("gloo", 2))
+            of_worst(f"{name}, {ours} / tcp, from 1 MiB", over(name, ours, "tcp", MIB), most=_MOST_OF_TCP)
+            for name in _OPERATIONS
+            for ours in ("arena", "tensor")
         ]
     targets = []
     for what, (compared, least) in _MEANS.items():
@@ -297,11 +300,13 @@ def _table(title: str, measured: Result, shown: Mapping[str, str], *compared: tu
         shown: Heading of the column of each contender, by name.
         compared: Pairs (a, b) of contenders; the table has a column with the ratio a / b for each.
     """
+    present = set().union(*measured.values())
+    shown = {name: heading for name, heading in shown.items() if name in present}
+    compared = tuple(pair for pair in compared if present.issuperset(pair))
     rows: list[list[Any]] = []
     for size, times in measured.items():
         us = {name: t["median"] * 1e6 for name, t in times.items()}
-        quotients = (us[a] / us[b] if a in us else None for a, b in compared)
-        rows.append([bytes_text(int(size)), *map(us.get, shown), *quotients])
+        rows.append([bytes_text(int(size)), *map(us.get, shown), *(us[a] / us[b] for a, b in compared)])
     columns = ("size", *(f"{name} µs" for name in shown.values()), *(f"{shown[a]} / {shown[b]}" for a, b in compared))
     return ReportTable(title, columns, rows, "Medians over the repetitions.")
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import importlib
 import importlib.util
 import os
 import socket
 import struct
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.runner.report import ROOT
 from mpitrain.comm import Communicator
 from mpitrain.comm.inspection import PlainMPI
 from mpitrain.comm.job.mpi import MPI
@@ -90,6 +93,22 @@ def _over(backend: str, world: Communicator) -> Iterator[None]:
     world.barrier()
     dist.destroy_process_group()
     world.barrier()  # the store must exist until every rank has used it for the last time
+
+
+@contextmanager
+def plain_sockets(world: Communicator, nbytes: int) -> Iterator[dict[str, Call]]:
+    """Yield {"tcp": call} between hosts of tests/cluster/namespace_hosts.py, {} elsewhere. Collective.
+
+    Args:
+        world: Communicator of all ranks; every host has the same number.
+        nbytes: Bytes that the call exchanges between all hosts: each host has an equal part for each host.
+    """
+    if "MPITRAIN_FIRST_HOST" not in os.environ:
+        yield {}
+        return
+    sys.path.insert(0, str(ROOT / "tests/cluster"))
+    with importlib.import_module("plain_sockets").exchange(world, nbytes // world.num_nodes) as call:
+        yield {"tcp": call}
 
 
 @contextmanager

@@ -244,8 +244,13 @@ def _shared_reduce_scatter(s: Setting) -> Program:
     return shared.shared_reduce_scatter(s.size, cache_chunks(s.block, s.memory), tree=s.reproducible)
 
 
+def _has_even_nodes(s: Setting) -> bool:
+    """Return True if all nodes have the same number of ranks; else a rank has no partner on the emptiest node."""
+    return len({s.nodes.count(node) for node in s.nodes}) == 1
+
+
 def _two_level_reduce_scatter(s: Setting) -> Program:
-    if len({s.nodes.count(node) for node in s.nodes}) > 1:  # a rank would have no partner on the emptiest node
+    if not _has_even_nodes(s):
         return messages.ring_reduce_scatter(s.size, _message_count(s.block), s.nodes)
     return shared.two_level_reduce_scatter(s.nodes, _message_count(s.block))
 
@@ -262,13 +267,21 @@ REDUCE_SCATTER = Algorithms(
     },
 )
 
+
+def _two_level_all_gather(s: Setting) -> Program:
+    if not _has_even_nodes(s):
+        return messages.ring_all_gather(s.size, _message_count(s.block), s.nodes)
+    return shared.two_level_all_gather(s.nodes)
+
+
 ALL_GATHER = Algorithms(
     "all_gather",
     {
         "mpi": LIBRARY,
         "ring": Algorithm(lambda s: messages.ring_all_gather(s.size, _message_count(s.block), s.nodes)),
         "halving": Algorithm(lambda s: messages.doubling_all_gather(s.size, s.nodes)),
-        "shared": Algorithm(lambda s: shared.shared_all_gather(s.size), one_node=True, reach=True),
+        "shared": Algorithm(lambda s: shared.shared_all_gather(s.size), one_node=True, reach=True, instead="two_level"),
+        "two_level": Algorithm(_two_level_all_gather, reach=True),
     },
 )
 

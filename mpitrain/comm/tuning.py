@@ -68,7 +68,7 @@ _DEFAULTS: dict[str, dict[str, tuple[Rule, ...]]] = {
     },
     "all_gather": {
         **_shared_from(16 * KIB, 64 * KIB, 4 * MIB, 8 * MIB),
-        **_between_nodes(_NODES, (4 * MIB, "mpi"), (_NO_LIMIT, "ring")),
+        **_between_nodes((*_NODES, *_SINGLE), (192 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
     },
 }
 

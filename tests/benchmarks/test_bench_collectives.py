@@ -160,6 +160,16 @@ def test_targets_use_the_measured_values():
     }
 
 
+def test_between_hosts_every_operation_is_compared_with_plain_sockets():
+    small, size = times(arena=5.0, tensor=5.0, library=5.0, tcp=1.0), str(16 * MIB)
+    every = {"64": small, size: times(arena=1.1, tensor=1.3, library=9.0, tcp=1.0)}
+    result = {"nodes": 3, "halves": {}, **dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather"), every)}
+    summary = report({6: result}, argparse.Namespace(device="cpu"))
+    verdicts = [(target.met, target.measured) for target in summary.targets]
+    assert verdicts == 3 * [(True, "1.10 at 16 MiB (mean 1.10)"), (False, "1.30 at 16 MiB (mean 1.30)")]
+    assert all("arena / tcp" in table.columns for table in summary.tables if table.rows)
+
+
 def test_a_missed_target_is_shown():
     summary = Report(
         "T", [ReportTable("t", ("a", "b"), [["x", 1234.5], ["y", None]])], [ReportTarget("speed", "≥ 3", "2.0", False)]

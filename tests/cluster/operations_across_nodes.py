@@ -56,7 +56,7 @@ def reductions(world: mt.Communicator, arena: mt.Arena) -> None:
                 assert_equal(x, values(numel * world.size, dtype, world.rank))  # unchanged
 
 
-def movements(world: mt.Communicator) -> None:
+def movements(world: mt.Communicator, arena: mt.Arena) -> None:
     for dtype, numel in product((torch.float32, torch.bool, torch.complex64), NUMELS):
         everyone = [values(numel, dtype, r) for r in range(world.size)]
         mine = everyone[world.rank]
@@ -64,10 +64,18 @@ def movements(world: mt.Communicator) -> None:
             x = mine.clone()
             world.broadcast(x, root, algorithm)
             assert torch.equal(x, everyone[root])
-        for algorithm in ("auto", "mpi", "ring", "halving"):
+        for algorithm in ("auto", "mpi", "ring", "halving", "two_level"):
             out = torch.empty(numel * world.size, dtype=dtype)
             world.all_gather(out, mine, algorithm)
             assert torch.equal(out, torch.cat(everyone))
+            if numel < NUMELS[-1]:
+                x = arena.tensor.view(dtype)[world.rank : world.rank + numel].copy_(mine)  # not the same place on all
+                world.all_gather(out.zero_(), x, algorithm)
+                assert torch.equal(out, torch.cat(everyone))
+                out = arena.tensor.view(dtype)[: numel * world.size]
+                out.chunk(world.size)[world.rank].copy_(mine)
+                world.all_gather(out, out.chunk(world.size)[world.rank], algorithm)
+                assert torch.equal(out, torch.cat(everyone))
         root = world.size - 1
         whole = torch.empty(numel * world.size, dtype=dtype) if world.rank == root else None
         world.gather(whole, mine, root)
@@ -110,7 +118,7 @@ def main(nodes: int) -> None:
     arena = world.arena(2 * NUMELS[-1])
     assert arena.kind == "shared" and len(arena.segments) == world.local_size
     reductions(world, arena)
-    movements(world)
+    movements(world, arena)
     groups(world)
     setting = dataclasses.replace(world.binder.setting(arena.tensor), nbytes=16 << 20)
     chosen = algorithm_by_rules(ALL_REDUCE, setting, world.process.tuning)

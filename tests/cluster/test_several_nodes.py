@@ -29,3 +29,13 @@ def test_two_level_sums_send_the_minimum_between_nodes(hosts, forked):
     for kind in ("two_level arena", "two_level plain"):
         assert fewest <= sent[kind] < 1.05 * fewest, sent
     assert sent["ring"] >= of_a_ring, sent
+
+
+def test_collectives_between_hosts_are_timed_beside_plain_sockets(hosts, tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "collectives", "--quick", "--sizes", "1Mi", "--out", tmp_path]
+    result = hosts.run(command, timeout=240)
+    assert result.returncode == 0, result.stderr
+    [measured] = json.loads((tmp_path / "BENCH-collectives.json").read_text())["results"].values()
+    for name in ("all_reduce", "reduce_scatter", "all_gather"):
+        [times] = measured[name].values()
+        assert {"arena", "tensor", "tcp"} <= set(times) and all(0 < of["best"] < 60 for of in times.values())

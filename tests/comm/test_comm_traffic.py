@@ -105,6 +105,8 @@ def test_bytes_inside_and_between_nodes_are_counted_separately(world, monkeypatc
     assert totals(comm) == {("all_reduce", "two_level"): (1, 4 * nbytes, 2 * nbytes)}
     comm.reduce_scatter(torch.empty(1024), arena.tensor, algorithm="two_level")  # (M-1) X and (L-1) X
     assert totals(comm) == {("reduce_scatter", "two_level"): (1, 2 * nbytes, nbytes)}
+    comm.all_gather(arena.tensor, arena.tensor.chunk(4)[comm.rank], algorithm="two_level")  # (M-1) X and M (L-1) X
+    assert totals(comm) == {("all_gather", "two_level"): (1, 2 * nbytes, nbytes)}
     there = [2, 3, 0, 1][comm.rank]
     comm.isend(torch.zeros(5), there)
     comm.recv(torch.zeros(5), there)

@@ -36,6 +36,7 @@ from mpitrain.comm.algorithms.shared import (
     shared_reduce,
     shared_reduce_scatter,
     staged_all_reduce,
+    two_level_all_gather,
     two_level_all_reduce,
     two_level_reduce_scatter,
 )
@@ -122,6 +123,7 @@ def test_two_level_is_correct_for_any_number_of_ranks_per_node(per_node, segment
     verify(two_level_all_reduce(tuple(nodes), segments, direct=direct, tree=tree))
     if len(set(per_node)) == 1:
         verify(two_level_reduce_scatter(tuple(nodes), segments))
+        verify(two_level_all_gather(tuple(nodes)))
 
 
 def _traffic(program, rank, chunk_bytes):
@@ -139,6 +141,8 @@ def test_two_level_sends_the_fewest_inter_node_bytes():
     for direct in (False, True):
         sent, _, _ = _traffic(two_level_all_reduce(nodes, direct=direct), 0, [each] * 6)
         assert sent == 2 * (3 - 1) * each  # 2(M-1)/M of its slice
+    sent, messages, _ = _traffic(two_level_all_gather(nodes), 0, [each] * 6)
+    assert sent == (3 - 1) * each and messages == 3 - 1  # its block, to every other node
 
 
 def _without_a_step(program: Program, rank: int, number: int) -> Program:

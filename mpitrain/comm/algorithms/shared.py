@@ -528,3 +528,34 @@ def two_level_reduce_scatter(nodes: tuple[int, ...], segments: int = 1) -> Progr
 
     goal = reduce_scatter_of(len(nodes))
     return Program("two_level reduce_scatter", len(nodes), goal, steps, nodes, blocks=len(nodes), segments=segments)
+
+
+def two_level_all_gather(nodes: tuple[int, ...]) -> Program:
+    """Build an all-gather that sends each block once between every two nodes, and copies it in shared memory there.
+
+    Local rank l of a node exchanges its block with local rank l of the other nodes. The ranks of a node then copy what
+    the others have received. Their own blocks they copy while the messages are in flight. A node receives (M-1)/M of
+    the vector between M nodes, which is the minimum; on a ring of all N ranks it would be (N-1)/N.
+
+    Args:
+        nodes: Node number of each rank; all nodes have the same number of ranks.
+    """
+    places = Places(nodes)
+
+    def steps(rank: Ints) -> Iterator[Step]:
+        node, local, count = places.node[rank], places.local[rank], places.nodes
+        owners = [places.neighbour(rank, t) for t in range(1, places.max_ranks)]
+        yield Fence()
+        for owner in owners:
+            yield Copy(rank, _span(owner), owner, _span(owner))
+        for t in range(1, count):
+            to, source = (places.members[(node + i) % count, local] for i in (t, -t))
+            yield Exchange(to, _span(rank), source, _span(source))
+        yield Fence()
+        for owner in owners:
+            for t in range(1, count):
+                block = _span(places.members[(node + t) % count, places.local[owner]])
+                yield Copy(rank, block, owner, block)
+        yield Fence()
+
+    return Program("two_level all_gather", len(nodes), all_gather_of(len(nodes)), steps, nodes, blocks=len(nodes))

@@ -521,8 +521,8 @@ class CollectiveOperation:
             operation has one tensor that must not be cut into pieces.
         synchronizes: True if no rank with elements can complete a call before all have begun it.
         in_place: True if a tensor that is changed is also read.
-        placed: Returns the tensor that other ranks find at the same offset in the arena, given the rank and the
-            arguments.
+        placed: Returns the tensor that other ranks find at the same offset in the arena, given the topology and
+            the arguments.
     """
 
     name: str

@@ -261,7 +261,7 @@ class Dispatcher(Member):
                 arguments, counts=tuple(blocks) if min(blocks) != max(blocks) else None
             )
         place = operation.placed if self._debug_comm is not None else None  # used in debug mode alone
-        placed = None if place is None else place(self.rank, *tensors, *arguments)
+        placed = None if place is None else place(self.binder.topology, *tensors, *arguments)
         return operation.invocation(tensors, written, *arguments, compared_values=compared, placed=placed)
 
     def begin(

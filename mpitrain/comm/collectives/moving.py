@@ -30,6 +30,7 @@ from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, block_size
 from mpitrain.comm.collectives.first_use import TunedOperation
 from mpitrain.comm.compression import Compression
 from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.topology import Topology
 from mpitrain.comm.job.traffic import library_volume
 from mpitrain.comm.memory.buffers import (
     bytes_at,
@@ -95,7 +96,7 @@ BROADCAST = TunedOperation(
     parameters=("root", "algorithm"),
     by_rank=(False,),
     synchronizes=False,
-    placed=lambda rank, x, root, algorithm: selection.BROADCAST.placed(algorithm, x),
+    placed=lambda topology, x, root, algorithm: selection.BROADCAST.placed(algorithm, x),
 )
 
 
@@ -114,7 +115,7 @@ def all_gather(
     Args:
         out: A contiguous tensor or array. x may be this rank's block of it.
         x: This rank's block: a contiguous tensor or array.
-        algorithm: auto, mpi, ring, halving, shared, or a registered algorithm.
+        algorithm: auto, mpi, ring, halving, shared, two_level, or a registered algorithm.
         async_op: If true, return at once with a `Work`; do not touch either tensor before it is complete.
         counts: Number of elements of each rank's block; by default all blocks have the length of x.
         compression: Sends fewer bytes (`mpitrain.comm.compression.Int8`): out gets rounded blocks, this rank's own too.
@@ -161,9 +162,11 @@ def _make_compressed_gather(
     )
 
 
-def _placed_all_gather(rank: int, out: Tensor, x: Tensor, name: str, counts: Sequence[int] | None) -> Tensor | None:
-    before = sum(counts[:rank]) if counts else rank * x.numel()
-    in_place = x.data_ptr() == out.data_ptr() + before * x.element_size()
+def _placed_all_gather(
+    topology: Topology, out: Tensor, x: Tensor, name: str, counts: Sequence[int] | None
+) -> Tensor | None:
+    before = sum(counts[: topology.rank]) if counts else topology.rank * x.numel()
+    in_place = x.data_ptr() == out.data_ptr() + before * x.element_size() or topology.num_nodes > 1
     serving = "mpi" if name == "auto" and counts else name  # as in `_bind_all_gather`: no rank reads another's memory
     return selection.ALL_GATHER.placed(serving, out if in_place else x)
 
@@ -177,12 +180,15 @@ def _bind_all_gather(binder: Binder, out: Tensor, x: Tensor, algorithm: str, cou
     place = [] if own_block.data_ptr() == x.data_ptr() or not blocks[rank] else [make_copy(own_block, x)]
     if binder.topology.size == 1:
         return Compiled(place)
-    read = x if place else out  # the memory that other ranks of the node would read
+    # the memory that other ranks of the node would read; across nodes also blocks that have come from another node
+    read = x if place and binder.topology.num_nodes == 1 else out
     setting = replace(binder.setting(read, block=max(blocks) * item), nbytes=bounds[-1] * item, numel=bounds[-1])
     if algorithm == "auto" and min(blocks) != max(blocks):
         algorithm = "mpi"  # an empty x is in no arena, so ranks could choose different algorithms
     name = all_gather_name(binder.choose(selection.ALL_GATHER, algorithm, setting), setting)
     chosen = selection.ALL_GATHER[name]
+    if chosen.reach and not chosen.one_node and binder.reach(read) == (None, None):
+        return _bind_all_gather(binder, out, x, "ring", counts)
     if chosen.program is None:
         volume = library_volume(binder.topology, "all_gather", [n * item for n in blocks])
         if place and not shares_memory(out, x):  # the library copies less this way than in place
@@ -196,7 +202,7 @@ def _bind_all_gather(binder: Binder, out: Tensor, x: Tensor, algorithm: str, cou
         return Compiled([*place, inner], [inner])
     arena, neighbours = binder.require_reach(read, selection.ALL_GATHER, name)
     # another rank's x has only its own block, so its WORK starts before x by the offset of that block in out
-    before = (lambda r: bounds[r] * item) if place else (lambda r: 0)
+    before = (lambda r: bounds[r] * item) if read is x else (lambda r: 0)
     layout = replace(layout, neighbours=neighbours, exposed_address=read.data_ptr() - before(rank))
     if arena is not None:
         find = binder.peers(read, arena)

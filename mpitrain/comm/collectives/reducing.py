@@ -245,7 +245,7 @@ ALL_REDUCE = TunedOperation(
     parameters=("op", "algorithm", "reproducible"),
     by_rank=(False,),
     in_place=True,
-    placed=lambda rank, x, op, algorithm, reproducible: selection.ALL_REDUCE.placed(algorithm, x),
+    placed=lambda topology, x, op, algorithm, reproducible: selection.ALL_REDUCE.placed(algorithm, x),
 )
 
 
@@ -317,7 +317,7 @@ REDUCE = TunedOperation(
     by_rank=(False,),
     synchronizes=False,
     in_place=True,
-    placed=lambda rank, x, op, root, algorithm: selection.REDUCE.placed(algorithm, x),
+    placed=lambda topology, x, op, root, algorithm: selection.REDUCE.placed(algorithm, x),
 )
 
 
@@ -434,7 +434,7 @@ REDUCE_SCATTER = TunedOperation(
     _bind_reduce_scatter,
     parameters=("op", "counts", "algorithm", "reproducible"),
     by_rank=(True, False),
-    placed=lambda rank, x, out, op, counts, algorithm, reproducible: selection.REDUCE_SCATTER.placed(algorithm, x),
+    placed=lambda topology, x, out, op, counts, algorithm, reproducible: selection.REDUCE_SCATTER.placed(algorithm, x),
 )
 
 
