@@ -89,7 +89,9 @@ class DistributedDataParallel(nn.Module):
             if self._join_state is not None:
                 self._join_state.exchange(training=True)
             self._before_forward()
-        return self.module(*args, **kwargs)
+        output = self.module(*args, **kwargs)
+        self.reducer.announce(output)
+        return output
 
     def _before_forward(self) -> None:
         """Rebuild the buckets if due, and broadcast buffers, before a forward pass in training. Collective."""

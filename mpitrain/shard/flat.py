@@ -144,19 +144,17 @@ def by_dtype(parameters: Iterable[T]) -> list[list[T]]:
 def move_gradient(parameter: nn.Parameter, view: torch.Tensor) -> None:
     """Copy a parameter's gradient into `view` and make `view` its `.grad`; without a gradient, fill `view` with zeros.
 
-    Nothing is copied if `.grad` is already at that address.
+    Nothing is copied if the gradient is already at that address.
 
     Args:
         parameter: Parameter whose gradient is copied.
         view: Memory in the parameter's shape.
     """
     grad = parameter.grad
-    if grad is not None and grad.data_ptr() == view.data_ptr():
-        return
     with torch.no_grad():
         if grad is None:
             view.zero_()
-        else:
+        elif grad.data_ptr() != view.data_ptr():
             view.copy_(grad)
     parameter.grad = view
 

@@ -64,9 +64,9 @@ class Gradients(ABC):
         returned at most once per backward pass.
         """
 
-    def moves_early(self, parameter: nn.Parameter) -> bool:
-        """Return whether `mark_ready` must be called when a gradient arrives, and not only `copy_in` after backward."""
-        return False
+    def late_place(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return the view that `copy_in` makes the parameter's `.grad`; None if `mark_ready` must be called before."""
+        return None
 
     def mark_ready(self, parameter: nn.Parameter) -> None:
         """Record that autograd has finished the parameter's gradient in this backward pass."""
@@ -258,6 +258,7 @@ class WholeGradients(Gradients):
         for group, flat in zip(groups, self.flat, strict=True):
             for parameter, view in zip(group.parameters, group.views(flat), strict=True):
                 self._views[parameter] = (view, flat.dtype != group.dtype)
+        self._same = [(p, view) for p, (view, separate) in self._views.items() if not separate]  # views become `.grad`
         self._buckets = [b for g, group in enumerate(groups) for b in group.buckets(self._arenas[g].tensor)]
         self._compressed = [reduction.compression_of(groups[g], b, (g, b)) for g, b in bucket_indices(groups)]
         self.reduced_at_end = (
@@ -279,8 +280,9 @@ class WholeGradients(Gradients):
         self._pending.add(parameter)
         return view.view_as(view)  # a new tensor object: autograd keeps it only if it has no other reference
 
-    def moves_early(self, parameter: nn.Parameter) -> bool:
-        return parameter.numel() > _SMALL or self._views[parameter][1]
+    def late_place(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        view, separate = self._views[parameter]
+        return None if separate or parameter.numel() > _SMALL else view
 
     def mark_ready(self, parameter: nn.Parameter) -> None:
         view, separate = self._views[parameter]
@@ -317,29 +319,22 @@ class WholeGradients(Gradients):
                 self._stale.add(parameter)
 
     def copy_in(self) -> None:
-        empty, into, of = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
         self._pending.clear()
-        for parameter, (view, separate) in self._views.items():
-            grad = parameter.grad
-            if grad is view:
-                continue
-            if separate:
-                self.mark_ready(parameter)
-                if parameter in self._stale:
-                    self._stale.remove(parameter)
-                    empty.append(view)
-                continue
-            if grad is None:
+        new = [(p, view, grad) for p, view in self._same if (grad := p.grad) is not view]
+        into, of = [view for _, view, grad in new if grad is not None], [grad for *_, grad in new if grad is not None]
+        empty = [view for _, view, grad in new if grad is None]
+        for parameter, (view, _) in self._views.items() if len(self._same) < len(self._views) else ():
+            self.mark_ready(parameter)
+            if parameter in self._stale:
+                self._stale.remove(parameter)
                 empty.append(view)
-            elif grad.data_ptr() != view.data_ptr():
-                into.append(view)
-                of.append(grad)
-            parameter.grad = view
         with torch.no_grad():
             if into:
                 torch._foreach_copy_(into, of)
             if empty:
                 torch._foreach_zero_(empty)
+        for parameter, view, _ in new:
+            parameter.grad = view
 
     def holds_all(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Return whether these gradients, and no others, are all in their places; the place of a missing one is zeroed.

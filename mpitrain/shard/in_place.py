@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
@@ -27,6 +27,21 @@ MIN_ELEMENTS = (
 )  # elements of a weight; copying fewer costs less than the Python code per pass (2 MiB: 0.2 ms for both)
 
 
+def accumulator_of(parameter: nn.Parameter) -> Any:
+    """Return the node of autograd that adds to the parameter's `.grad`; it exists as long as it is referenced."""
+    with torch.enable_grad():
+        above: Any = parameter.view_as(parameter).grad_fn
+    return above.next_functions[0][0]
+
+
+def will_accumulate(accumulator: Any) -> bool:
+    """Return whether the backward pass that runs now adds to the `.grad` of the parameter of an accumulator."""
+    try:
+        return torch._C._will_engine_execute_node(accumulator)
+    except RuntimeError:  # torch.autograd.grad, which returns its results to the caller
+        return False
+
+
 class WeightPlace:
     """A layer's access to the memory for its weight's gradient.
 
@@ -38,25 +53,27 @@ class WeightPlace:
     """
 
     def __init__(self, weight: nn.Parameter, places: weakref.ref[Gradients]) -> None:
-        self.weight, self.places = weight, places
-        with torch.enable_grad():
-            above: Any = weight.view_as(weight).grad_fn
-        # the node that adds to `.grad`; it exists as long as it is referenced
-        self._accumulator = above.next_functions[0][0]
+        self.weight, self.places, self._accumulator = weight, places, accumulator_of(weight)
 
     def free_place(self) -> torch.Tensor | None:
         """Return memory for the gradient during backward; None unless the result will become the weight's `.grad`."""
         places = self.places()
-        if places is None:
-            return None
-        try:
-            accumulates = torch._C._will_engine_execute_node(self._accumulator)
-        except RuntimeError:  # torch.autograd.grad, which returns its results to the caller
-            return None
-        return places.place(self.weight) if accumulates else None
+        return places.place(self.weight) if places is not None and will_accumulate(self._accumulator) else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+def _is_usable(entry: WeightPlace | None, weight: torch.Tensor) -> TypeGuard[WeightPlace]:
+    """Return whether a layer whose access is `entry` may compute the gradient of its weight in flat memory."""
+    return (
+        entry is not None
+        and entry.weight is weight
+        and not torch.compiler.is_compiling()
+        and torch.is_grad_enabled()
+        and weight.requires_grad
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 class Linear(nn.Linear):
@@ -67,15 +84,11 @@ class Linear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, entry = self.weight, self.entry
         if (
-            entry is None
-            or entry.weight is not weight
-            or torch.compiler.is_compiling()
-            or not (torch.is_grad_enabled() and weight.requires_grad)
+            not _is_usable(entry, weight)
             or x.dtype != weight.dtype
             or x.dim() < 2
             or not x.is_contiguous()
             or torch.is_autocast_enabled(x.device.type)
-            or torch._C._are_functorch_transforms_active()
         ):
             return functional.linear(x, weight, self.bias)
         result: torch.Tensor = _Product.apply(x, weight, self.bias, entry)
@@ -121,16 +134,12 @@ class Embedding(nn.Embedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, entry = self.weight, self.entry
         if (
-            entry is None
-            or entry.weight is not weight
-            or torch.compiler.is_compiling()
-            or not (torch.is_grad_enabled() and weight.requires_grad)
+            not _is_usable(entry, weight)
             or weight.device.type != "cpu"
             or weight.dtype not in _ADDED_IN_ORDER
             or self.sparse
             or self.scale_grad_by_freq
             or self.max_norm is not None
-            or torch._C._are_functorch_transforms_active()
         ):
             return super().forward(input)
         result: torch.Tensor = _Rows.apply(input, weight, -1 if self.padding_idx is None else self.padding_idx, entry)

@@ -1,24 +1,28 @@
 """Reduction of gradients over the ranks while backward computes them.
 
 A hook on each parameter records that its gradient is complete. When all gradients of a bucket are complete and all
-earlier buckets have been started, the bucket's reduction starts, in the same order on every rank. If no core is free
-for communication, nothing would overlap; whole gradients are then reduced in one operation at the end of backward, and
-the hook of a small gradient only records it, because it can be moved to its bucket together with the others.
+earlier buckets have been started, the bucket's reduction starts, in the same order on every rank.
+
+If no core is free for communication, nothing would overlap. Whole gradients are then reduced in one operation at the
+end of backward. Small gradients are then moved to their buckets together. Their parameters need no hooks, each of which
+costs about a microsecond: a hook on the output announces the backward pass, and at its end the new gradients are there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from mpitrain.comm import Communicator, Work
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.shard.flat import bucket_indices
 from mpitrain.shard.gradients import Gradients
-from mpitrain.shard.in_place import InPlace
+from mpitrain.shard.in_place import InPlace, accumulator_of, will_accumulate
 
 
 class Reducer:
@@ -27,8 +31,8 @@ class Reducer:
     Args:
         gradients: Storage of the gradients, which also lists the parameters.
         names: Names of the parameters, for messages.
-        module: Module of the parameters, whose linear layers compute gradients in flat memory (see `in_place`); None if
-            gradients are not computed by autograd's backward pass.
+        module: Module of the parameters, whose layers compute gradients in flat memory (see `in_place`); None if
+            gradients are not computed by autograd's backward pass. Otherwise `announce` must be called before each one.
         unused_allowed: If true, parameters without a gradient count as zero; if false, they raise an error with their
             names.
         static: If true, every backward pass uses the same parameters, the same number of times, as the first one.
@@ -40,7 +44,6 @@ class Reducer:
         order: Parameters in the order in which the gradients of the last backward pass arrived; empty if buckets are
             not started during backward.
         passes: Number of backward passes reduced so far.
-        used: Parameters that got a gradient since the last update; None if this is not recorded.
         factor: Factor by which the result of a reduction is multiplied.
     """
 
@@ -60,7 +63,7 @@ class Reducer:
         self.order: list[nn.Parameter] = []
         self.passes = 0
         self.factor = 1.0
-        self.used: set[nn.Parameter] | None = None
+        self._unused: set[nn.Parameter] | None = None  # in every pass since `take_unused`; None before the first pass
         self._forget = forget_unused and (unused_allowed or static)
         self._by_bucket = gradients.reduction.overlaps or gradients.reduces_each_pass
         buckets = [gradients.groups[g].members(b) for g, b in bucket_indices(gradients.groups)]
@@ -71,14 +74,15 @@ class Reducer:
         self._touched: set[nn.Parameter] = set()  # parameters that got a gradient since the last reduction
         self._missing: list[int] = []  # by bucket, number of parameters whose gradients are missing
         self._works: list[Work | None] = []  # of the buckets started so far
-        self._in_backward = False
+        self._in_backward = self._accumulated = False  # accumulated: in a pass since the last reduction
         self._arrived: list[nn.Parameter] = []  # parameters that got a gradient and are not yet in `_touched`
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(
-                self._hook if self._by_bucket or gradients.moves_early(p) else self._record_small
-            )
-            for p in self._bucket
-        ]
+        self._anywhere = np.ones(len(self._bucket), dtype=np.uint8)  # 1 for a parameter that some rank used
+        # places of parameters without a hook; reproducible gradients move several times in a step, so all are recorded
+        unwatched = module is not None and not self._by_bucket and not gradients.reduction.reproducible
+        self._late = {p: at for p in self._bucket if (at := gradients.late_place(p)) is not None} if unwatched else {}
+        self._accumulators = [accumulator_of(p) for p in self._late]
+        self._hooks: list[Any] = []
+        self._watch([p for p in self._bucket if p not in self._late])
         self._in_place = InPlace(module, self._bucket, gradients) if module is not None else None
 
     def close(self) -> None:
@@ -98,11 +102,32 @@ class Reducer:
         self._touched = earlier._all_touched()
         earlier.gradients.free()
 
-    def _record_small(self, parameter: nn.Parameter) -> None:
-        """Record a parameter's new gradient, which `finish` moves to its place (hook)."""
-        self._arrived.append(parameter)
-        if self.enabled and not self._in_backward:
-            self._begin()
+    def _watch(self, parameters: Collection[nn.Parameter]) -> None:
+        """Register hooks on parameters."""
+        self._hooks += [p.register_post_accumulate_grad_hook(self._hook) for p in parameters]
+
+    def announce(self, output: Any) -> None:
+        """Prepare for a backward pass that will go through an output of the module, or through a loss.
+
+        Args:
+            output: Nested structure of tensors. If backward cannot go through any of them, all parameters get hooks.
+        """
+        if not self._late or not torch.is_grad_enabled():
+            return
+        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+        for tensor in tensors:
+            tensor.register_hook(self._on_backward)
+        if not tensors:
+            self._watch(self._late)
+            self._late, self._accumulators = {}, []
+
+    def _on_backward(self, _: torch.Tensor) -> None:
+        """Take note of a backward pass that has just begun (hook on an output)."""
+        if not self._in_backward and any(map(will_accumulate, self._accumulators)):
+            if self.enabled:
+                self._begin()
+            else:
+                self._accumulated = True
 
     def _refuse_sparse(self, parameter: nn.Parameter) -> None:
         """Raise InputError if the parameter's gradient is sparse."""
@@ -175,16 +200,18 @@ class Reducer:
         alone = not self._in_backward
         if alone:
             self._expect()
-        self._in_backward = False
-        dense = torch.strided
-        for parameter in [p for p in self._arrived if p.grad is not None and p.grad.layout is not dense]:
-            self._refuse_sparse(parameter)
-        touched = self._all_touched()
-        every = len(touched) == len(self._expected)
-        unused = [] if every else [p for p, times in self._expected.items() if times and p not in touched]
+        late = [p.grad for p in self._late]  # Python makes an object for each, which `copy_in` uses too
+        lacking = self._without_gradient(late, alone or self._accumulated)
+        self._in_backward = self._accumulated = False
+        unused = [p for p in lacking if self._expected[p]]
         if unused and not alone and not self.unused_allowed and not (self.static and not self.passes):
             raise CommunicationError(self._unused_message(unused))
-        self.gradients.copy_in()
+        try:
+            self.gradients.copy_in()
+        except RuntimeError:
+            for parameter in self._late:
+                self._refuse_sparse(parameter)
+            raise
         flats = self.gradients.reduced_at_end
         if flats is None:
             self._start_ready(everything=True)
@@ -195,20 +222,36 @@ class Reducer:
         if self.factor != 1.0:
             self.gradients.scale(self.factor)
         if self.static and not self.passes and not alone:
-            times = self._counts if self._by_bucket else dict.fromkeys(touched, 1)
+            times = self._counts if self._by_bucket else dict.fromkeys(set(self._bucket).difference(lacking), 1)
             self._expected = {p: times.get(p, 0) for p in self._bucket}
         if self._forget:
-            for parameter in self._unused_by_all(touched, self.gradients.reduction.comm):
+            for parameter in self._unused_by_all(lacking, self.gradients.reduction.comm):
                 parameter.grad = None
-        if self.used is not None:
-            self.used |= touched
+        self._unused = set(lacking) if self._unused is None else self._unused.intersection(lacking)
         self._touched.clear()
         self.passes += 1
 
     @property
     def is_reduced(self) -> bool:
         """True if no gradient has been accumulated since the last reduction."""
-        return self.passes > 0 and not self._all_touched()
+        return self.passes > 0 and not self._accumulated and not self._all_touched()
+
+    def _without_gradient(self, late: Sequence[torch.Tensor | None], several: bool) -> list[nn.Parameter]:
+        """Return the parameters that got no gradient since the last reduction.
+
+        Args:
+            late: Gradients of the parameters without a hook.
+            several: If true, also passes before the one that now ends may have added to gradients.
+        """
+        touched = self._all_touched()
+        lacking = [
+            p
+            for (p, place), grad, accumulator in zip(self._late.items(), late, self._accumulators, strict=True)
+            if grad is None or (grad is place and not (several or will_accumulate(accumulator)))
+        ]
+        if len(touched) + len(self._late) < len(self._bucket):
+            lacking += [p for p in self._bucket if p not in touched and p not in self._late]
+        return lacking
 
     def _all_touched(self) -> set[nn.Parameter]:
         """Return the parameters that got a gradient since the last reduction."""
@@ -225,18 +268,22 @@ class Reducer:
         return self._all_touched()
 
     def take_unused(self, comm: Communicator) -> set[nn.Parameter]:
-        """Return the parameters that no rank of `comm` used since the last call. Collective unless `used` is None."""
-        if self.used is None:
-            return set()
-        unused = set(self._unused_by_all(self.used, comm))
-        self.used.clear()
-        return unused
+        """Return the parameters that no rank of `comm` used since the last call. Collective unless they are forgotten.
 
-    def _unused_by_all(self, used: Collection[nn.Parameter], comm: Communicator) -> list[nn.Parameter]:
-        """Return the parameters that no rank used. Collective."""
-        anywhere = np.array([p in used for p in self._bucket], dtype=np.uint8)
-        comm.all_reduce(anywhere, "max")
-        return [p for p, somewhere in zip(self._bucket, anywhere, strict=True) if not somewhere]
+        If each pass forgets the gradients of such parameters (`forget_unused`), the result is empty.
+        """
+        if self._forget:
+            return set()
+        unused, self._unused = self._bucket if self._unused is None else self._unused, None
+        return set(self._unused_by_all(unused, comm))
+
+    def _unused_by_all(self, unused: Collection[nn.Parameter], comm: Communicator) -> list[nn.Parameter]:
+        """Return the parameters that no rank used, where `unused` are those that this rank did not use. Collective."""
+        missing = set(unused)
+        self._anywhere[:] = [p not in missing for p in self._bucket] if missing else 1
+        comm.all_reduce(self._anywhere, "max")
+        nowhere = self._anywhere == 0
+        return [p for p, none in zip(self._bucket, nowhere, strict=True) if none] if nowhere.any() else []
 
     def _unused_message(self, unused: Sequence[nn.Parameter]) -> str:
         """Return the error message about parameters that got no gradient."""

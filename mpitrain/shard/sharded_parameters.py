@@ -5,9 +5,12 @@ Sharded parameters are gathered unit by unit when they are needed ("unshard") an
     forward    unshard 0 | compute 0, reshard | compute 1, reshard | ...      unit 1 is gathered while unit 0 computes
     backward               ... | unshard 1, compute 1, reshard | unshard 0 ...  if a core is free for it
 
-Shares change only in an update. If all ranks are on one node, each therefore copies the others' shares out of shared
-memory when it needs them, without waiting for anybody. All ranks meet after an update, before shares are read again,
-and before it, when the norm of the gradients is summed.
+Shares change only in an update. If all ranks are on one node, each therefore reads the others' shares in shared memory
+when it needs them, without waiting for anybody. Only a parameter that is divided between shares is copied:
+
+    shares of a unit    | rank 0: w0 w1.. | rank 1: ..w1 w2 |      w0 and w2 are used where they are
+
+All ranks meet after an update, before shares are read again, and before it, when the norm of the gradients is summed.
 
 Autograd saves its tensors that are views of gathered memory as offsets into that memory. The memory can therefore be
 freed and serve another unit between forward and backward (Rajbhandari et al. 2020 section 5.3; Zhao et al. 2023,
@@ -53,6 +56,8 @@ class _Unit:
         self.members = [(g, p, offset) for g, group in enumerate(groups) for p, offset in group.members(bucket)]
         self.buffers: dict[int, torch.Tensor] = {}  # by group, the gathered bucket; empty while resharded
         self.views: dict[tuple[int, ...], list[torch.Tensor]] = {}  # of the members, by the addresses of the buffers
+        self.undivided: list[torch.Tensor | None] = [None] * len(self.members)  # members that are read in a share
+        self.pieces: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by group, (offset, piece) of those to be copied
         self.nan_values: list[torch.Tensor] = []  # tensors of the members' shapes without memory
         self.works: list[Work] = []  # all-gathers that are not complete
         self.saving: saved_tensors_hooks | None = None  # active during the unit's forward pass
@@ -99,9 +104,11 @@ class ShardedParameters(Parameters):
         else:
             self._arenas = [shard.arena(g.layout.numel // g.layout.parts, g.dtype, g.device) for g in groups]
             self._shares = [arena.tensor for arena in self._arenas]
-        readable = not shard.overlaps and shard.num_nodes == 1 and all(a.kind == "shared" for a in self._arenas)
+        readable = compression is None and not shard.overlaps and shard.num_nodes == 1
+        readable = readable and all(a.kind == "shared" for a in self._arenas)
         # by group, the shares of every rank, if this rank can read them
         self._all_shares = [[a.peer(r) for r in shard.world_ranks] for a in self._arenas] if readable else []
+        self._addresses = {share.untyped_storage().data_ptr() for shares in self._all_shares for share in shares}
         # by group, free buffers, each with the device event after which it may be written
         self._pool: dict[int, list[tuple[torch.Tensor, torch.Event | None]]] = {}
         self._nan_values = [torch.full((), torch.nan, dtype=g.dtype, device=g.device) for g in groups]
@@ -117,6 +124,8 @@ class ShardedParameters(Parameters):
         for unit in self._units:
             self._copy_shares(unit)
             self._drop_values(unit)
+            if self._all_shares:
+                self._find_undivided(unit)
             self._hooks.append(unit.module.register_forward_pre_hook(lambda m, a, u=unit: self._pre_forward(u)))
             self._hooks.append(
                 unit.module.register_forward_hook(
@@ -147,6 +156,22 @@ class ShardedParameters(Parameters):
                 full[offset : offset + parameter.numel()].copy_(parameter.data.reshape(-1))
             length = (hi - lo) // group.layout.parts
             self._share(g, lo, hi).copy_(full[self._shard.rank * length : (self._shard.rank + 1) * length])
+
+    def _find_undivided(self, unit: _Unit) -> None:
+        """Find the parameters of a unit that lie in one share, and the pieces of the others."""
+        for number, (g, parameter, offset) in enumerate(unit.members):
+            lo, hi = self._groups[g].layout.bounds[unit.bucket : unit.bucket + 2]
+            parts, end = self._groups[g].layout.parts, offset + parameter.numel()
+            length, begin = (hi - lo) // parts, lo // parts
+            pieces = []
+            for share, first in zip(self._all_shares[g], range(0, hi - lo, length), strict=True):
+                at, to = max(offset, first), min(end, first + length)
+                if at < to:
+                    pieces.append((at, share[begin + at - first : begin + to - first]))
+            if len(pieces) == 1:
+                unit.undivided[number] = pieces[0][1].view(parameter.shape)
+            else:
+                unit.pieces.setdefault(g, []).extend(pieces)
 
     def _drop_values(self, unit: _Unit) -> None:
         """Make the parameters NaN tensors of the same shape without memory, so that use before a gather gives NaN."""
@@ -180,8 +205,8 @@ class ShardedParameters(Parameters):
         background = self._shard.overlaps
         for g, _, lo, hi in self._buckets(unit):
             buffer = unit.buffers[g] = self._buffer(g, hi - lo, unit.root)
-            if self._all_shares and compression is None:
-                self._copy_all(g, lo, hi, buffer)
+            if self._all_shares:
+                self._read_all(unit, g, hi - lo)
                 continue
             share = self._share(g, lo, hi)
             if share.device != buffer.device:
@@ -191,14 +216,14 @@ class ShardedParameters(Parameters):
             if work is not None:
                 unit.works.append(work)
 
-    def _copy_all(self, g: int, lo: int, hi: int, buffer: torch.Tensor) -> None:
-        """Copy the shares of all ranks of the bucket [lo, hi) of a group into a buffer."""
-        parts, shard = self._groups[g].layout.parts, self._shard
+    def _read_all(self, unit: _Unit, g: int, length: int) -> None:
+        """Copy the divided parameters of a unit, whose bucket in the group has this length, into its buffer."""
+        parts, shard, buffer = self._groups[g].layout.parts, self._shard, unit.buffers[g]
         begin = clock() if shard.journal.on else 0.0
-        for block, shares in zip(buffer[: hi - lo].view(parts, -1), self._all_shares[g], strict=True):
-            block.copy_(shares[lo // parts : hi // parts])
+        for offset, piece in unit.pieces.get(g, ()):
+            buffer[offset : offset + len(piece)].copy_(piece)
         if begin:
-            nbytes = (hi - lo) // parts * (parts - 1) * buffer.element_size()
+            nbytes = length // parts * (parts - 1) * buffer.element_size()
             self._reads += 1
             key = f"shares of {shard.label}"
             shard.record_operation("all_gather", Volume("read", nbytes), begin, key, self._reads)
@@ -214,8 +239,10 @@ class ShardedParameters(Parameters):
         place = tuple(buffer.data_ptr() for buffer in unit.buffers.values())
         views = unit.views.get(place)
         if views is None:
-            of = [unit.buffers[g][offset : offset + p.numel()].view(p.shape) for g, p, offset in unit.members]
-            views = unit.views[place] = of
+            views = unit.views[place] = [
+                unit.buffers[g][offset : offset + p.numel()].view(p.shape) if whole is None else whole
+                for (g, p, offset), whole in zip(unit.members, unit.undivided, strict=True)
+            ]
         for (_, parameter, _), view in zip(unit.members, views, strict=True):
             parameter.data = view
         unit.ready = True
@@ -271,14 +298,15 @@ class ShardedParameters(Parameters):
     def _pack(self, unit: _Unit) -> Any:
         """Return the function by which autograd saves a unit's tensors.
 
-        It replaces a view of gathered memory by its offset in that memory.
+        It replaces a view of gathered memory by its offset in that memory. Shares stay where they are until the update.
         """
         places = {buffer.untyped_storage().data_ptr(): g for g, buffer in unit.buffers.items()}
 
         def pack(tensor: torch.Tensor) -> Any:
-            g = places.get(tensor.untyped_storage().data_ptr())
+            address = tensor.untyped_storage().data_ptr()
+            g = places.get(address)
             if g is None:
-                if self._saved is not None:
+                if self._saved is not None and address not in self._addresses:
                     self._saved(tensor)
                 return tensor
             return unit, g, tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -135,8 +135,6 @@ class Sharding:
         self.gradients = gradients = self._place_gradients()
         whose = None if self._staged else module  # split backward computes weight gradients later
         self.reducer = Reducer(gradients, names, whose, unused_allowed=True, forget_unused=not self.stage.states)
-        if self.stage.states:
-            self.reducer.used = set()
         self.flat_parameters = self._flat_parameters(lambda p: self.owners[p].is_owner)
         if self.stage.states or any(s.stored is not None for s in self.flat_parameters):
             replace_parameters(optimizer, self.flat_parameters)

@@ -263,6 +263,7 @@ class Engine:
         """
         self.sharding.reducer.enabled = reduce or self.sharding.gradients.reduces_each_pass
         self.sharding.reducer.last = reduce
+        self.sharding.reducer.announce(loss)
         with self.clock.backward:
             (loss * self.scale.value if self.scale.value != 1.0 else loss).backward()
             self.sharding.parameters.finish_backward()

@@ -46,6 +46,55 @@ def test_gradients_match_the_whole_batch(world, bucket_mb, static_graph, device)
         same_gradients(model, whole)
 
 
+class Result:
+    """Output of a class that torch does not know, with a tensor in it."""
+
+    def __init__(self, y: torch.Tensor) -> None:
+        self.y = y
+
+
+class Returning(nn.Module):
+    """Module that returns its result in another form."""
+
+    def __init__(self, form) -> None:
+        super().__init__()
+        self.net, self.form = net(), form
+
+    def forward(self, x):
+        return self.form(self.net(x))
+
+
+@MANY
+@pytest.mark.parametrize(
+    ("form", "result_of"), [(lambda y: {"a": [y]}, lambda out: out["a"][0]), (Result, lambda out: out.y)]
+)
+def test_gradients_of_small_parameters_arrive_without_hooks_on_them(world, form, result_of):
+    mine, everybody = samples(world)
+    model, whole = mt.DistributedDataParallel(Returning(form), world), net()
+    hooked = [p for p in model.parameters() if p._post_accumulate_grad_hooks]
+    assert world.overlaps or not hooked
+    for _ in range(2):
+        model.zero_grad()
+        whole.zero_grad()
+        result_of(model(mine)).square().mean().backward()
+        whole(everybody).square().mean().backward()
+        same_gradients(model, whole)
+
+
+@MANY
+def test_a_derivative_by_the_input_reduces_nothing(world):
+    mine, everybody = samples(world)
+    model, whole = mt.DistributedDataParallel(net(), world), net()
+    for module, x in ((model, mine), (whole, everybody)):
+        x.requires_grad_()
+        y = module(x).square().mean(1)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        assert module is whole or model.reducer.passes == 0
+        (y.mean() + slope.square().mean()).backward()
+    assert model.reducer.passes == 1
+    same_gradients(model, whole)
+
+
 @MANY
 def test_parameters_and_buffers_start_from_rank_0(world):
     torch.manual_seed(world.rank)

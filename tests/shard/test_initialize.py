@@ -122,6 +122,18 @@ def test_native_settings_and_user_defined_optimizer(world, folder):
     engine.close()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_loss_that_does_not_pass_through_the_engine_is_reduced(world, zero):
+    model, settings = nn.Linear(2, 1), {"train": {"batch": 2, "clip": 0.0}, "parallel": {"zero": zero}}
+    engine = mt.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), settings)
+    start, x = model.weight.detach().clone(), torch.full((1, 2), world.rank + 1.0)
+    engine.backward(nn.functional.linear(x, model.weight, model.bias).sum())
+    engine.step()
+    torch.testing.assert_close(model.weight.detach(), start - 1.5)
+    engine.close()
+
+
 ANOTHER_JOB = """
 import sys, torch, mpitrain as mt
 model = torch.nn.Linear(2, 1)

@@ -527,3 +527,16 @@ def test_ranks_of_a_node_read_each_other_s_shares_without_waiting(world, monkeyp
         for name, value in read[number].items() if world.rank == 0 else ():
             assert torch.equal(value, parameters[name]), name
     engine.close()
+
+
+@pytest.mark.ranks(2, 3)
+def test_gathered_parameters_are_copied_only_where_a_share_ends(world):
+    if world.overlaps or world.num_nodes > 1:
+        pytest.skip("parameters are gathered by messages, or in the background")
+    engine = engine_of(gpt(), world, zero=3, share_node=False)
+    parameters = engine.sharding.parameters
+    with parameters.unshard_all():
+        for unit in parameters._units:
+            copied = [p for _, p, _ in unit.members if p.untyped_storage().data_ptr() not in parameters._addresses]
+            assert len(copied) < world.size
+    engine.close()
