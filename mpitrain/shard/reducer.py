@@ -79,7 +79,9 @@ class Reducer:
         self._anywhere = np.ones(len(self._bucket), dtype=np.uint8)  # 1 for a parameter that some rank used
         # places of parameters without a hook; reproducible gradients move several times in a step, so all are recorded
         unwatched = module is not None and not self._by_bucket and not gradients.reduction.reproducible
-        self._late = {p: at for p in self._bucket if (at := gradients.late_place(p)) is not None} if unwatched else {}
+        # one keeps its hook, the first of the module: passes that start elsewhere than in an output nearly all reach it
+        late = list(self._bucket)[:-1] if unwatched else []
+        self._late = {p: at for p in late if (at := gradients.late_place(p)) is not None}
         self._accumulators = [accumulator_of(p) for p in self._late]
         self._hooks: list[Any] = []
         self._watch([p for p in self._bucket if p not in self._late])
@@ -98,6 +100,7 @@ class Reducer:
             if parameter.grad is not None:
                 self.gradients.mark_ready(parameter)
         self.passes, self.factor, self.enabled = earlier.passes, earlier.factor, earlier.enabled
+        self._accumulated = earlier._accumulated
         self._expected.update(earlier._expected)
         self._touched = earlier._all_touched()
         earlier.gradients.free()
@@ -266,6 +269,11 @@ class Reducer:
         """
         self._touched |= {p for p in self._bucket if p.grad is not None}
         return self._all_touched()
+
+    def forget_accumulated(self) -> None:
+        """Forget the passes since the last reduction, whose gradients the caller has set to zero."""
+        self._all_touched().clear()
+        self._accumulated = False
 
     def take_unused(self, comm: Communicator) -> set[nn.Parameter]:
         """Return the parameters that no rank of `comm` used since the last call. Collective unless they are forgotten.

@@ -202,7 +202,7 @@ def time_passes(engine: Engine, batch: Sequence[Microbatch], limit: float) -> fl
     finally:
         engine.clock, engine.metering = clock, metering
         engine.sharding.gradients.zero()
-        engine.sharding.reducer.touched().clear()
+        engine.sharding.reducer.forget_accumulated()
         for buffers, name, buffer, value in owned:
             buffers[name] = buffer.copy_(value)
     return statistics.median(taken)
