@@ -28,7 +28,7 @@ FACTS |= {"commit": "abc", "clean": False}
 # -- the command ---------------------------------------------------------------------------------------------
 
 
-def test_a_quick_run_writes_table_json_and_plot_even_if_a_later_rank_count_fails(tmp_path):
+def test_a_quick_run_writes_table_and_json_even_if_a_later_rank_count_fails(tmp_path):
     done = bench("collectives", "--quick", "--ranks", "2,1", "--sizes", "64,1Mi", "--out", tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "mpitrain: collectives on 1 rank ended with exit code 2" in done.stderr
@@ -47,8 +47,6 @@ def test_a_quick_run_writes_table_json_and_plot_even_if_a_later_rank_count_fails
     targets = [target["what"] for target in values["targets"]]
     for words in ("library / ours", "gloo / ours", "memcpy", "fp16", "bf16", "reduce_scatter", "all_gather", "1 µs"):
         assert any(words in what for what in targets), words
-    pytest.importorskip("matplotlib", reason="plots need matplotlib")
-    assert (tmp_path / "BENCH-collectives.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.full
