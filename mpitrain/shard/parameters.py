@@ -97,6 +97,10 @@ class Parameters(ABC):
         """
         return nullcontext()
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return True if the tensor is a view of shares or gathered parameters, whose memory is counted as such."""
+        return False
+
     def mark_copied(self, bucket: int) -> None:
         """Record that the gradients of a bucket of one group have been copied from its parameters.
 

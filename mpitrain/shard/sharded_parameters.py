@@ -329,6 +329,11 @@ class ShardedParameters(Parameters):
         finally:
             self._saved = None
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        address = tensor.untyped_storage().data_ptr()
+        gathered = (buffer for unit in self._units for buffer in unit.buffers.values())
+        return address in self._addresses or any(address == b.untyped_storage().data_ptr() for b in gathered)
+
     def mark_copied(self, bucket: int) -> None:
         """Reshard a unit once the gradients of its bucket have been taken in every group."""
         self._copied[bucket] = self._copied.get(bucket, 0) + 1

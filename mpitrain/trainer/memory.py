@@ -112,7 +112,11 @@ class ActivationMeter:
         parameters: the module's, as placed.
         """
         self._begin()
-        with parameters.watch_saved(self.add), saved_tensors_hooks(self.add, lambda saved: saved):
+
+        def add(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if parameters.holds(tensor) else self.add(tensor)
+
+        with parameters.watch_saved(self.add), saved_tensors_hooks(add, lambda saved: saved):
             yield
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
