@@ -59,9 +59,17 @@ SIZES = [16 << 2 * i for i in range(12)]  # 16 B to 64 MiB
 QUICK_SIZES = [64, 64 * KIB, 1 * MIB, 4 * MIB]
 _SINGLE_FROM = 1 << 20  # bytes
 _LARGE = 256 * KIB  # bytes; geometric means are over sizes from here on
-_CONTENDERS = ("arena", "tensor", "persistent", "library", "gloo", "memcpy", "tcp")  # of all_reduce
+WAYS = ("staged", "mpi", "peer", "nccl")  # ways of moving device memory
+_LIBRARY_FP16, _LIMIT = "library fp16", "max(copies, host)"
+_ON_HOST = ("arena", "tensor", "persistent", "library", "gloo", "memcpy", "tcp", "fp16", "bf16", _LIBRARY_FP16)
+_CONTENDERS = (*_ON_HOST, *WAYS, "copies", "host")  # in the order of the columns of a table
+# pairs of contenders whose ratio a table has
+_PAIRS = [("library", "arena"), ("gloo", "arena"), ("arena", "memcpy"), ("library", "tensor"), ("arena", "tcp")]
+_PAIRS += [("tensor", "tcp"), (_LIBRARY_FP16, "fp16"), (_LIBRARY_FP16, "bf16"), ("staged", _LIMIT)]
 _OTHERS = ("reduce_scatter", "all_gather")
+_OPERATIONS = ("all_reduce", *_OTHERS)
 _MORE, _TIMES = 1e-6, 1.05  # target for ordinary tensors: most seconds, and times, more than the library's own call
+_BOUND = f"(1 µs + {_TIMES} x library)"
 _MOST_OF_TCP = 1.2  # target between hosts: our time / that of plain sockets
 _ARENA, _TENSOR = "all_reduce in an arena", "all_reduce of ordinary tensors"
 # targets by name: (operation, slower contender, faster one, least bytes), and the least mean of slower / faster
@@ -69,14 +77,11 @@ _MEANS: dict[str, tuple[tuple[str, str, str, int], float]] = {
     f"{_ARENA}, library / ours": (("all_reduce", "library", "arena", _LARGE), 3),
     f"{_ARENA}, gloo / ours": (("all_reduce", "gloo", "arena", _LARGE), 15),
     f"{_TENSOR}, library / ours": (("all_reduce", "library", "tensor", MIB), 1.5),
-    "fp16 in an arena, library's fp16 / ours": (("halves", "library", "fp16", _LARGE), 10),
-    "bf16 in an arena, library's fp16 / ours": (("halves", "library", "bf16", _LARGE), 10),
+    "fp16 in an arena, library's fp16 / ours": (("halves", _LIBRARY_FP16, "fp16", _LARGE), 10),
+    "bf16 in an arena, library's fp16 / ours": (("halves", _LIBRARY_FP16, "bf16", _LARGE), 10),
     **{f"{name} in an arena, library / ours": ((name, "library", "arena", _LARGE), 2) for name in _OTHERS},
     "reduce_scatter of ordinary tensors, library / ours": (("reduce_scatter", "library", "tensor", MIB), 1.5),
 }
-
-WAYS = ("staged", "mpi", "peer", "nccl")  # ways of moving device memory
-_OPERATIONS = ("all_reduce", *_OTHERS)
 _STAGED = 1.25  # target: staged / the slower of copies and host, from 1 MiB on, where pieces can overlap
 
 Result = dict[str, Any]  # result of `measure` at one rank count
@@ -159,8 +164,8 @@ def _halfall_reduces(world: Communicator, mpi: PlainCollectives, size: int) -> I
         vectors = {"fp16": fp16.tensor, "bf16": bf16.tensor}
         calls: dict[str, Callable[[], object]] = {n: partial(world.all_reduce, x) for n, x in vectors.items()}
         if mpi.adds_fp16:
-            vectors["library"] = zeros(numel, torch.float16)
-            calls["library"] = mpi.all_reduce(vectors["library"])
+            vectors[_LIBRARY_FP16] = zeros(numel, torch.float16)
+            calls[_LIBRARY_FP16] = mpi.all_reduce(vectors[_LIBRARY_FP16])
         single = size >= _SINGLE_FROM
         yield {n: Contender(call, partial(vectors[n].fill_, 0.5), single) for n, call in calls.items()}
 
@@ -178,14 +183,10 @@ def of_blocks(world: Communicator, mpi: PlainCollectives, operation: str, size: 
     each = max(1, size // 4 // world.size)
     mine, theirs = zeros(each * world.size), zeros(each * world.size)
     with in_arena(world, each * world.size) as arena, plain_sockets(world, size) as tcp:
-        if operation == "all_gather":
-            block = slice(world.rank * each, (world.rank + 1) * each)
-            calls = [partial(world.all_gather, x, x[block]) for x in (arena.tensor, mine)]
-            library = mpi.all_gather(theirs)
-        else:
-            calls = [partial(world.reduce_scatter, zeros(each), x) for x in (arena.tensor, mine)]
-            library = mpi.reduce_scatter(zeros(each), theirs)
-        yield make_contenders(size, arena=calls[0], tensor=calls[1], library=library, **tcp)
+        in_place, block = operation == "all_gather", slice(world.rank * each, (world.rank + 1) * each)
+        ours = [_call(world, operation, x, x[block] if in_place else zeros(each)) for x in (arena.tensor, mine)]
+        library = mpi.all_gather(theirs) if in_place else mpi.reduce_scatter(zeros(each), theirs)
+        yield make_contenders(size, arena=ours[0], tensor=ours[1], library=library, **tcp)
 
 
 # -- the report ----------------------------------------------------------------------------------------------
@@ -200,21 +201,11 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
     """
     if asked_for_device(options):
         return report_on_device(results)
-    tables: list[ReportTable] = []
-    names, halves = {name: name for name in _CONTENDERS}, {"fp16": "fp16", "bf16": "bf16", "library": "library fp16"}
-    to_tcp = [("arena", "tcp"), ("tensor", "tcp")]
-    pairs = [("library", "arena"), ("gloo", "arena"), ("arena", "memcpy"), ("library", "tensor"), *to_tcp]
-    of_halves = [("library", "fp16"), ("library", "bf16")]
-    both = {name: name for name in ("arena", "tensor", "library", "tcp")}
-    compared = [("library", "arena"), ("library", "tensor"), *to_tcp]
+    titles = {name: f"{name}, fp32" for name in _OPERATIONS} | {"halves": "all_reduce in an arena, 16-bit"}
+    tables, targets = [], []
     for ranks, result in results.items():
-        at = f"{ranks} ranks"
-        tables += [
-            _table(f"all_reduce, fp32, {at}", result["all_reduce"], names, *pairs),
-            _table(f"all_reduce in an arena, 16-bit, {at}", result["halves"], halves, *of_halves),
-            *(_table(f"{name}, fp32, {at}", result[name], both, *compared) for name in _OTHERS),
-        ]
-    targets = [target for ranks, result in results.items() for target in _targets(ranks, result)]
+        tables += [_table(f"{title}, {ranks} ranks", result[name]) for name, title in titles.items()]
+        targets += _targets(ranks, result)
     return Report("Collectives", tables, targets)
 
 
@@ -251,6 +242,13 @@ def _targets(ranks: int, result: Result) -> list[ReportTarget]:
         text = f"{values[worst]:.2f} at {bytes_text(worst)} (mean {geometric_mean(values.values()):.2f})"
         return target_of(what, values[worst], text=text, where=where, **bounds)
 
+    def excess(operation: str) -> dict[int, float]:
+        """Return the time of ordinary tensors by size, relative to the most that is allowed, `_BOUND`."""
+        medians = (
+            (int(size), of["tensor"]["median"], of["library"]["median"]) for size, of in result[operation].items()
+        )
+        return {size: ours / (_MORE + _TIMES * library) for size, ours, library in medians}
+
     over = partial(ratios, result)
     if result["nodes"] > 1:
         return [
@@ -270,45 +268,27 @@ def _targets(ranks: int, result: Result) -> list[ReportTarget]:
     return [
         *targets,
         of_worst(f"{_ARENA}, ours / memcpy, from 4 MiB", copied, most=1.15 if ranks <= 2 else 1.4),
-        *(_excess(ranks, operation, result[operation]) for operation in _OPERATIONS),
+        *(of_worst(f"{name} of ordinary tensors, ours / {_BOUND}", excess(name), most=1) for name in _OPERATIONS),
     ]
 
 
-def _excess(ranks: int, operation: str, measured: Mapping[str, Any]) -> ReportTarget:
-    """Return the target for ordinary tensors: at every size at most `_MORE` + `_TIMES` times the library's best time.
-
-    Args:
-        ranks: Number of ranks.
-        operation: Name of the operation.
-        measured: Times by size and contender.
-    """
-    over = {
-        int(size): times["tensor"]["median"] / (_MORE + _TIMES * times["library"]["median"])
-        for size, times in measured.items()
-    }
-    worst = max(over, key=over.__getitem__)
-    what = f"{ranks} ranks: {operation} of ordinary tensors, ours / (1 µs + {_TIMES} x library), at each size"
-    return target_of(what, over[worst], most=1, text=f"{over[worst]:.2f} at {bytes_text(worst)}")
-
-
-def _table(title: str, measured: Result, shown: Mapping[str, str], *compared: tuple[str, str]) -> ReportTable:
-    """Return a table with one row per size: microseconds of contenders, and ratios of pairs of them.
+def _table(title: str, measured: Result, note: str = "") -> ReportTable:
+    """Return a table with one row per size: median microseconds of contenders, and the ratios in `_PAIRS`.
 
     Args:
         title: Title of the table.
-        measured: Times by size and contender.
-        shown: Heading of the column of each contender, by name.
-        compared: Pairs (a, b) of contenders; the table has a column with the ratio a / b for each.
+        measured: Times by size and contender; what was not measured has no column.
+        note: Paragraph under the title, after the first sentence.
     """
     present = set().union(*measured.values())
-    shown = {name: heading for name, heading in shown.items() if name in present}
-    compared = tuple(pair for pair in compared if present.issuperset(pair))
-    rows: list[list[Any]] = []
+    shown = [name for name in _CONTENDERS if name in present]
+    pairs = [pair for pair in _PAIRS if present.issuperset(pair)]
+    rows = []
     for size, times in measured.items():
-        us = {name: t["median"] * 1e6 for name, t in times.items()}
-        rows.append([bytes_text(int(size)), *map(us.get, shown), *(us[a] / us[b] for a, b in compared)])
-    columns = ("size", *(f"{name} µs" for name in shown.values()), *(f"{shown[a]} / {shown[b]}" for a, b in compared))
-    return ReportTable(title, columns, rows, "Medians over the repetitions.")
+        us = {name: of["median"] * 1e6 for name, of in times.items()}
+        rows.append([bytes_text(int(size)), *map(us.get, shown), *(us[a] / us[b] for a, b in pairs)])
+    columns = ("size", *(f"{name} µs" for name in shown), *map(" / ".join, pairs))
+    return ReportTable(title, columns, rows, f"Medians over the repetitions. {note}".rstrip())
 
 
 # -- memory of a device --------------------------------------------------------------------------------------
@@ -401,41 +381,18 @@ def _to_host_and_back(x: torch.Tensor, host: torch.Tensor) -> None:
 
 def report_on_device(results: dict[int, Result]) -> Report:
     """Return the report on device memory, with tables and targets; `results` are by number of ranks."""
-    tables = [_device_table(ranks, operation, result) for ranks, result in results.items() for operation in _OPERATIONS]
-    targets = [
-        target_of(
-            f"{ranks} ranks: staged all_reduce / the slower of copies and host, from 1 MiB",
-            geometric_mean(over) if over else None,
-            most=_STAGED,
-        )
-        for ranks, result in results.items()
-        for over in [overheads(result, "all_reduce", MIB)]
-    ]
+    tables, targets = [], []
+    for ranks, result in results.items():
+        absent = "; ".join(f"{name}: {why}" for name, why in result["obstacles"].items() if why)
+        note = f"On {result['device']}." + (f" Not available here: {absent}." if absent else "")
+        measured = {name: {size: _with_limit(of) for size, of in result[name].items()} for name in _OPERATIONS}
+        tables += [_table(f"{name}, {ranks} ranks", of, note) for name, of in measured.items()]
+        over = ratios(measured, "all_reduce", "staged", _LIMIT, MIB).values()
+        what = f"{ranks} ranks: staged all_reduce / the slower of copies and host, from 1 MiB"
+        targets.append(target_of(what, geometric_mean(over) if over else None, most=_STAGED))
     return Report("Collectives on device memory", tables, targets)
 
 
-def overheads(result: dict[str, Any], operation: str, least: int = 0) -> list[float]:
-    """Return the time of `staged` over that of the slower of `copies` and `host`, for each size.
-
-    Args:
-        result: Result of `measure_on_device` at one rank count.
-        operation: Name of the operation.
-        least: Smallest size in bytes.
-    """
-    return [
-        times["staged"]["median"] / max(times["copies"]["median"], times["host"]["median"])
-        for size, times in result[operation].items()
-        if "staged" in times and int(size) >= least
-    ]
-
-
-def _device_table(ranks: int, operation: str, result: dict[str, Any]) -> ReportTable:
-    names = list(next(iter(result[operation].values())))
-    rows: list[list[str | float | None]] = []
-    over: list[float | None] = [*overheads(result, operation)] or [None] * len(result["sizes"])
-    for (size, times), relative in zip(result[operation].items(), over, strict=True):
-        rows.append([f"{int(size) // KIB:,}", *(of["median"] * 1e3 for of in times.values()), relative])
-    columns = ("KiB", *(f"{name} ms" for name in names), "staged / max(copies, host)")
-    absent = "; ".join(f"{name}: {why}" for name, why in result["obstacles"].items() if why)
-    note = f"On {result['device']}." + (f" Not available here: {absent}." if absent else "")
-    return ReportTable(f"{operation}, {ranks} ranks", columns, rows, note)
+def _with_limit(times: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Return the times by contender with an entry `_LIMIT`, the slower of `copies` and `host`."""
+    return times | {_LIMIT: max(times["copies"], times["host"], key=lambda of: of["median"])}

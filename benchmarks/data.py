@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.runner.jobs import BenchmarkParser, run, timed
+from benchmarks.runner.jobs import BenchmarkParser, maxima, run, timed
 from benchmarks.runner.peers import Shape, contender
 from benchmarks.runner.report import Report, ReportTable, target_of
 from mpitrain.comm import Communicator
@@ -200,9 +200,8 @@ def _steps(world: Communicator, folder: Path, shape: Shape, batch: int, steps: i
             train(x, y)
         elapsed = time.perf_counter() - began
         batches.close()
-        share = torch.tensor([waited / elapsed], dtype=torch.float64)
-        world.all_reduce(share, "max")
-        seconds[f"workers {workers}"] = {"step": elapsed / steps, "waiting": waited / steps, "share": float(share)}
+        [share] = maxima(world, [waited / elapsed])
+        seconds[f"workers {workers}"] = {"step": elapsed / steps, "waiting": waited / steps, "share": share}
     trainee.close()
     return seconds
 
@@ -219,7 +218,8 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
     """
     tables, targets = [], []
     for ranks, result in results.items():
-        speed = _speeds(result["loading"])
+        loading = result["loading"]
+        speed = {name: loading["samples"] / float(np.median(of)) for name, of in loading["seconds"].items()}
         rows = [(name, of, of / speed[_PLAIN]) for name, of in speed.items()]
         title = f"{ranks} rank(s): samples per second, all ranks together"
         note = f"Samples of {SEQUENCE} tokens, {options.batch} per rank and batch; median over the epochs."
@@ -229,14 +229,8 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
         cells = [(m, how, of["step"] * 1e3, of["waiting"] * 1e3, of["share"] * 100) for m, how, of in shares]
         tables.append(ReportTable(f"{ranks} rank(s): share of a training step", columns, cells))
         for model, how, of in shares:
-            targets.append(
-                target_of(f"{ranks} rank(s), {model}, {how}: share of a step", of["share"], most=MOST, percent=True)
-            )
+            what = f"{ranks} rank(s), {model}, {how}: share of a step"
+            targets.append(target_of(what, of["share"], most=MOST, percent=True))
         for name, _, ratio in rows[1:]:
             targets.append(target_of(f"{ranks} rank(s), {name}: samples/s of plain", ratio, least=1, where=" times"))
     return Report("Loading data", tables, targets)
-
-
-def _speeds(loading: dict[str, Any]) -> dict[str, float]:
-    """Return the samples per second of each loader, from the median of its epochs."""
-    return {name: loading["samples"] / float(np.median(seconds)) for name, seconds in loading["seconds"].items()}

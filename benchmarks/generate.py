@@ -57,9 +57,8 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     for family in FAMILIES:
         generators = _generators(family, sizes)
         for count in PROMPTS:
-            prompts = torch.randint(
-                sizes["vocabulary"], (count, sizes["prompt"]), generator=torch.Generator().manual_seed(2)
-            )
+            source = torch.Generator().manual_seed(2)
+            prompts = torch.randint(sizes["vocabulary"], (count, sizes["prompt"]), generator=source)
             calls = {name: partial(generate, prompts) for name, generate in generators.items()}
             ours, theirs = (call() for call in calls.values())
             if ours != theirs:

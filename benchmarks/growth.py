@@ -21,22 +21,15 @@ rank on each core, and between nodes the latency and bandwidth that were measure
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.runner.jobs import BenchmarkParser, quiet, run, say
-from benchmarks.runner.report import ROOT, Panel, Report, ReportTable
+from benchmarks.runner.jobs import BenchmarkParser, maxima, quiet, run, run_on_hosts, say
+from benchmarks.runner.report import Panel, Report, ReportTable
 from benchmarks.runner.training_runs import UNENDING, TrainerRun, merged
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
@@ -61,9 +54,13 @@ Shares = dict[str, dict[str, float]]  # see `predictions`
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
     options, hosts = _parser().parse(arguments), dict[int, Any]()
-    if not is_launched():
-        for ranks in HOSTS[: 1 if options.quick else None]:
-            hosts |= _on_hosts([*map(int, ranks.split(","))], options, arguments)
+    for ranks in HOSTS[: 1 if options.quick else None] if not is_launched() else ():
+        total = sum(map(int, ranks.split(",")))
+        print(f"growth on hosts with {ranks} ranks …", flush=True)
+        more = ["--sizes", ",".join(_fitting(total, options)), "--machine", ""]
+        code, values = run_on_hosts("growth", [*arguments, *more], options.limit, "--ranks", ranks)
+        if not code:  # else it has said why
+            hosts[total] = values["results"][str(total)]
 
     def report_all(results: dict[int, Any], options: argparse.Namespace) -> Report:
         results |= hosts
@@ -95,26 +92,6 @@ def _fitting(ranks: int, options: argparse.Namespace) -> list[str]:
     return [n for n in names if (8 * ranks + 12) * SIZES[n][0] * 12 * SIZES[n][1] ** 2 < 0.9 * available]
 
 
-def _on_hosts(ranks: Sequence[int], options: argparse.Namespace, arguments: Sequence[str]) -> dict[int, Any]:
-    """Measure on hosts of this machine, and return the result by number of ranks; empty if that is impossible.
-
-    Args:
-        ranks: Ranks of each host.
-        options: Options of the command.
-        arguments: Arguments of the command.
-    """
-    places, total = ",".join(map(str, ranks)), sum(ranks)
-    print(f"growth on {len(ranks)} hosts with {places} ranks …", flush=True)
-    with tempfile.TemporaryDirectory(prefix="mpitrain-bench-growth-") as folder:
-        hosts = ["tests/cluster/namespace_hosts.py", "--ranks", places, "timeout", f"{options.limit}"]
-        job = ["-m", "benchmarks", "growth", *arguments, "--sizes", ",".join(_fitting(total, options))]
-        command = [sys.executable, *hosts, sys.executable, *job, "--machine", "", "--out", folder]
-        if subprocess.run(command, cwd=ROOT).returncode:
-            return {}  # it has said why
-        values = json.loads((Path(folder) / "BENCH-growth.json").read_text(encoding="utf-8"))
-    return {total: values["results"][str(total)]}
-
-
 class _GrowthRun(TrainerRun):
     """A training run whose passes can be timed without the rest of a step."""
 
@@ -127,9 +104,7 @@ class _GrowthRun(TrainerRun):
         updates, began = engine.clock.totals()["optimizer"], time.perf_counter()
         self.step()
         step = time.perf_counter() - began
-        took = torch.tensor([step, passes + engine.clock.totals()["optimizer"] - updates], dtype=torch.float64)
-        world.all_reduce(took, "max")
-        return list(took.tolist())
+        return maxima(world, [step, passes + engine.clock.totals()["optimizer"] - updates])
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:

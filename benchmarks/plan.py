@@ -16,7 +16,7 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -47,6 +47,8 @@ SECONDS = 3.0  # most of one measurement
 _BUDGET = 60.0  # seconds of measuring the blocks of a model at one number of ranks
 _TIME, _MEMORY, _RANKS, _CHOICE = 0.15, 0.10, 0.90, 1.05  # targets
 Row = dict[str, Any]
+Pair = tuple[float, float]  # a measured and a predicted value
+Groups = Mapping[tuple[str, int], Sequence[Row]]  # rows by model and number of ranks
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"model": {"layers": 4, "width": 256, "heads": 8, "sequence": 64}, "train": {"batch": 16}},
     # for numbers of ranks that are multiples of three
@@ -259,42 +261,49 @@ def report(results: dict[int, dict[str, list[Row]]], options: argparse.Namespace
     every = [row for rows in groups.values() for row in rows]
     order = [_order([row for (name, _), rows in groups.items() if name == model for row in rows]) for model in models]
     chosen = [_choice(rows) for rows in groups.values()]
-    order_what = (
-        f"rank correlation of predicted and measured step times, of {', '.join(models)} at all numbers of ranks"
-    )
+    names = ", ".join(models)
+    order_what = f"rank correlation of predicted and measured step times, of {names} at all numbers of ranks"
     time_what = f"step time of {len(every)} layouts, median distance"
     targets = [
-        target_of(time_what, _distance(every), most=_TIME, percent=True),
-        target_of("memory, median distance", _distance_of_memory(every), most=_MEMORY, percent=True),
+        target_of(time_what, _distance(every, step_ms), most=_TIME, percent=True),
+        target_of("memory, median distance", _distance(every, peak_mib), most=_MEMORY, percent=True),
         target_of(order_what, min(order), least=_RANKS, text=_texts(order)),
         target_of("time of the first choice / the best measured", max(chosen), most=_CHOICE, text=_texts(chosen)),
     ]
-    return Report("Predicted and measured steps", [_summary(groups)], targets, _panels(results))
+    return Report("Predicted and measured steps", [_summary(groups)], targets, _panels(groups))
 
 
-def _summary(groups: Mapping[tuple[str, int], Sequence[Row]]) -> ReportTable:
+def step_ms(row: Row) -> Pair:
+    """Return the measured and the predicted milliseconds of a step."""
+    return 1e3 * step_seconds(row["measured"]), 1e3 * row["seconds"]
+
+
+def peak_mib(row: Row) -> Pair:
+    """Return the measured and the predicted MiB of a rank, without those of a process that has no model."""
+    predicted = sum(nbytes for kind, nbytes in row["memory"].items() if kind not in ("process", "allocator"))
+    return row["measured"]["memory"] / MIB, predicted / MIB
+
+
+def _summary(groups: Groups) -> ReportTable:
     """Return a table with one row per (model, number of ranks)."""
     columns = ["model", "ranks", "layouts", "step time, median distance %", "memory, median distance %"]
     columns += ["rank correlation with measurement", "of two rounds", "first choice / best measured"]
     rows = []
     for (model, ranks), of in groups.items():
         agreed = _agreement(of) if len(of[0]["measured"]["seconds"]) > 1 else None
-        distances = (100 * _distance(of), 100 * _distance_of_memory(of))
+        distances = (100 * _distance(of, pair) for pair in (step_ms, peak_mib))
         rows.append((model, ranks, len(of), *distances, _order(of), agreed, _choice(of)))
     return ReportTable("Summary", columns, rows)
 
 
-def _distance(rows: Sequence[Row]) -> float:
-    return statistics.median(abs(row["seconds"] / seconds(row) - 1) for row in rows)
-
-
-def _distance_of_memory(rows: Sequence[Row]) -> float:
-    return statistics.median(abs(predicted_bytes(row) / row["measured"]["memory"] - 1) for row in rows)
+def _distance(rows: Sequence[Row], pair: Callable[[Row], Pair]) -> float:
+    """Return the median distance of predicted from measured values, relative to the measured ones."""
+    return statistics.median(abs(predicted / measured - 1) for measured, predicted in map(pair, rows))
 
 
 def _choice(rows: Sequence[Row]) -> float:
     """Return the measured time of the planner's first choice, relative to the best measured one."""
-    return seconds(rows[0]) / min(map(seconds, rows))
+    return step_ms(rows[0])[0] / min(step_ms(row)[0] for row in rows)
 
 
 def _texts(figures: Sequence[float]) -> str:
@@ -302,18 +311,9 @@ def _texts(figures: Sequence[float]) -> str:
     return ", ".join(f"{figure:.2f}" for figure in figures)
 
 
-def seconds(row: Row) -> float:
-    """Return the measured seconds of a step."""
-    return step_seconds(row["measured"])
-
-
 def _order(rows: Sequence[Row]) -> float:
-    return _correlation([row["seconds"] for row in rows], [seconds(row) for row in rows])
-
-
-def predicted_bytes(row: Row) -> float:
-    """Return the predicted bytes of a rank, without those of a process that has no model."""
-    return float(sum(nbytes for kind, nbytes in row["memory"].items() if kind not in ("process", "allocator")))
+    """Return the rank correlation of predicted and measured step times."""
+    return _correlation(*zip(*map(step_ms, rows), strict=True))
 
 
 def _correlation(first: Sequence[float], second: Sequence[float]) -> float:
@@ -327,15 +327,11 @@ def _agreement(rows: Sequence[Row]) -> float:
     return statistics.mean(_correlation(one, other) for one, other in combinations(map(list, rounds), 2))
 
 
-def _panels(results: dict[int, dict[str, list[Row]]]) -> list[Panel]:
+def _panels(groups: Groups) -> list[Panel]:
     """Return two plots, of predicted against measured times and bytes, with points by model and number of ranks."""
-    groups = {f"{model}, {ranks} ranks": rows for ranks, cases in results.items() for model, rows in cases.items()}
-    times = {n: ([1e3 * seconds(r) for r in rows], [1e3 * r["seconds"] for r in rows]) for n, rows in groups.items()}
-    memory = {
-        name: ([r["measured"]["memory"] / MIB for r in rows], [predicted_bytes(r) / MIB for r in rows])
-        for name, rows in groups.items()
-    }
-    return [
-        Panel(f"predicted, {unit}", f"measured, {unit}", lines, log=True, band=band)
-        for unit, lines, band in (("ms per step", times, _TIME), ("MiB per rank", memory, _MEMORY))
-    ]
+    panels = []
+    for unit, pair, band in (("ms per step", step_ms, _TIME), ("MiB per rank", peak_mib, _MEMORY)):
+        points = {f"{model}, {ranks} ranks": [*map(pair, rows)] for (model, ranks), rows in groups.items()}
+        lines = {name: ([x for x, _ in of], [y for _, y in of]) for name, of in points.items()}
+        panels.append(Panel(f"predicted, {unit}", f"measured, {unit}", lines, log=True, band=band))
+    return panels

@@ -54,7 +54,7 @@ import torch
 
 from benchmarks.runner import peers
 from benchmarks.runner.jobs import BenchmarkParser, asked_for_device, run, timed
-from benchmarks.runner.peers import OUR_DDP, SINGLE, Shape, Trainee
+from benchmarks.runner.peers import OUR_DDP, SINGLE, Batch, Shape, Trainee
 from benchmarks.runner.report import Report, ReportTable, ReportTarget, ratio, target_of
 from benchmarks.runner.training_runs import trim
 from mpitrain.comm import Communicator
@@ -194,7 +194,9 @@ def _selected(names: Iterable[str], options: argparse.Namespace) -> list[str]:
 
 
 @contextmanager
-def created(world: Communicator, shape: Shape, samples: int, names: Sequence[str]) -> Iterator[dict[str, Trainee]]:
+def created(
+    world: Communicator, shape: Shape, samples: int, names: Iterable[str], of: Sequence[Batch] = (), device: Any = None
+) -> Iterator[dict[str, Trainee]]:
     """Create contenders, yield them by name, and free their memory at the end. Collective.
 
     Args:
@@ -202,8 +204,10 @@ def created(world: Communicator, shape: Shape, samples: int, names: Sequence[str
         shape: Sizes of the model.
         samples: Samples per rank.
         names: Names of the contenders.
+        of: Batches that each contender gets again and again; empty: always new ones.
+        device: Device on which to train in bf16; None: the CPU, in fp32.
     """
-    trainees = {name: peers.contender(name, world, shape, samples) for name in names}
+    trainees = {n: peers.contender(n, world, shape, samples, cycle(of) if of else None, device) for n in names}
     yield trainees
     for trainee in trainees.values():
         trainee.close()
@@ -236,12 +240,10 @@ def measure_on_device(world: Communicator, options: argparse.Namespace) -> dict[
     with peers.on_device(world, device, devices == world.size) as backend:
         of = [(x.to(device), y.to(device)) for x, y in islice(peers.batches(shape, samples, world.rank), _STEPS)]
         names = [n for n in _selected(_ON_DEVICE, options) if backend or n != "torch DDP"]
-        trainees = {name: peers.contender(name, world, shape, samples, cycle(of), device) for name in names}
-        calls = {name: partial(_repeat, trainee, device) for name, trainee in trainees.items()}
-        times = timed(world, f"on {device.type}", calls, options)
-        losses = peers.mean_losses(world, trainees, _AGREE_BF16)
-        for trainee in trainees.values():
-            trainee.close()
+        with created(world, shape, samples, names, of, device) as trainees:
+            calls = {name: partial(_repeat, trainee, device) for name, trainee in trainees.items()}
+            times = timed(world, f"on {device.type}", calls, options)
+            losses = peers.mean_losses(world, trainees, _AGREE_BF16)
     tokens = samples * shape.tokens * world.size
     peak = hardware.matrix_peak(device)
     results: dict[str, Any] = {}

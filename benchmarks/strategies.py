@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,16 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from benchmarks.runner.jobs import BenchmarkParser, gpt, run
 from benchmarks.runner.peers import MakePeer, gloo, peers, require_equal
 from benchmarks.runner.report import MIB, Cell, Report, ReportTable, ReportTarget, target_of
-from benchmarks.runner.training_runs import (
-    KINDS,
-    UNENDING,
-    TrainerRun,
-    TrainingRun,
-    Values,
-    measured_runs,
-    merged,
-    step_seconds,
-)
+from benchmarks.runner.training_runs import KINDS, UNENDING, TrainerRun, Values, measured_runs, merged, step_seconds
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
@@ -87,11 +78,10 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     train = {"batch": options.samples * world.size, "clip": 0.0}
     optim = {"schedule": "constant", "warmup": 0, "lr": 1e-3}
     base = merged(UNENDING, {"model": gpt(options), "train": train, "optim": optim})
-    makes: dict[str, Callable[[], TrainingRun]] = {
-        name: partial(TrainerRun, world, merged(base, values))
-        for name, values in strategies(world.size, base["model"]).items()
+    ours = strategies(world.size, base["model"])
+    makes = {name: partial(TrainerRun, world, merged(base, values)) for name, values in ours.items()} | {
+        name: partial(PeerRun, world, base, make) for name, make in peers().items()
     }
-    makes |= {name: partial(PeerRun, world, base, make) for name, make in peers().items()}
     only = {DDP, *(name.strip() for name in options.only.split(";"))} if options.only else {*makes}
     if unknown := only - {*makes}:
         raise InputError(f"there is no strategy {min(unknown)!r} here; use one of {'; '.join(makes)}", agreed=True)
@@ -118,24 +108,15 @@ def strategies(ranks: int, model: Mapping[str, int]) -> dict[str, Values]:
     by_name: dict[str, Values] = {name: {"parallel": values} for name, values in parallel.items()}
     recompute = {"train": {"recompute": True}}
     by_name |= {f"{name}, recompute": {"parallel": parallel[name], **recompute} for name in (DDP, "ZeRO-3")}
-    for stages, tensor in _shapes(ranks):
-        data = ranks // (stages * tensor)
-        if stages > model["layers"] or model["heads"] % tensor:
+    # all ranks along one axis, two along one axis, and two along each
+    for stages, tensor in dict.fromkeys([(ranks, 1), (1, ranks), (2, 1), (1, 2), (2, 2)]):
+        data, rest = divmod(ranks, stages * tensor)
+        if rest or stages > model["layers"] or model["heads"] % tensor:
             continue
         axes = {"data": data, "pipeline": stages, "tensor": tensor}
         name = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
         by_name[name] = {"parallel": {"pipeline": stages, "tensor": tensor, "zero": int(data > 1)}}
     return by_name
-
-
-def _shapes(ranks: int) -> list[tuple[int, int]]:
-    """Return pairs (pipeline, tensor): all ranks along one axis, two along one axis, and two along each."""
-    shapes = [(ranks, 1), (1, ranks)]
-    if ranks % 2 == 0:
-        shapes += [(2, 1), (1, 2)]
-    if ranks % 4 == 0:
-        shapes += [(2, 2)]
-    return list(dict.fromkeys(shapes))
 
 
 class PeerRun:

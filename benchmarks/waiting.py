@@ -47,7 +47,7 @@ from mpitrain.measuring.self_start import temporary_folder
 from mpitrain.models.task import Task
 from mpitrain.monitor.run_files import read_metrics
 from mpitrain.trainer.run import Step
-from mpitrain.trainer.trainer import STRATEGIES, Trainer
+from mpitrain.trainer.trainer import Trainer
 
 SYNC = "sync"
 SLOW = 1  # number of the slow rank
@@ -105,7 +105,6 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """
     workers = world.subgroup(range(world.size - 1), label="workers")
     selected = {name: of for name, of in CONTENDERS.items() if not options.only or name in {*options.only, SYNC}}
-    selected = {name: of for name, of in selected.items() if of.get("mode", SYNC) in STRATEGIES}
     runs_of: dict[str, list[Any]] = {name: [] for name in selected}
     with temporary_folder(world, options.out) as folder:
         for turn in range(options.repeats):

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runner.report import Report, facts, values_of, write
+import numpy as np
+
+from benchmarks.runner.report import ROOT, Report, Values, facts, values_of, write
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as hardware
 from mpitrain.errors import InputError
@@ -170,6 +176,25 @@ def run(parser: BenchmarkParser, measure: Measure, report: MakeReport, arguments
     return self_start.run_measurement(["-m", "benchmarks", name, *arguments], options, name, part, keep)
 
 
+def run_on_hosts(name: str, arguments: Sequence[str], limit: float, *settings: str) -> tuple[int, Values]:
+    """Run a benchmark on hosts of this machine, and return (exit code, content of its JSON file, empty if it failed).
+
+    The hosts are network namespaces, which need root; see tests/cluster/namespace_hosts.py.
+
+    Args:
+        name: Name of the benchmark.
+        arguments: Arguments of the benchmark.
+        limit: Seconds after which the ranks are terminated.
+        settings: Options of namespace_hosts.py, such as the ranks of each host; by default three hosts with two ranks.
+    """
+    with tempfile.TemporaryDirectory(prefix="mpitrain-bench-") as folder:
+        job = [sys.executable, "tests/cluster/namespace_hosts.py", *settings, "env", "-u", "MPI4PY_RC_INITIALIZE"]
+        job += [sys.executable, "-m", "benchmarks", name, *arguments, "--out", folder]
+        environment = os.environ | {"MPIEXEC_TIMEOUT": f"{limit:.0f}"}
+        code = subprocess.run(job, cwd=ROOT, env=environment, check=False).returncode
+        return code, {} if code else json.loads(Path(folder, f"BENCH-{name}.json").read_text(encoding="utf-8"))
+
+
 def timed(
     world: Communicator, what: str, contenders: Mapping[str, Any], options: argparse.Namespace, *, begins: bool = True
 ) -> dict[str, Times]:
@@ -196,6 +221,18 @@ def timed(
 def summaries(times: Mapping[str, Times]) -> dict[str, dict[str, float]]:
     """Return the median and best seconds of each contender, as JSON values."""
     return {name: {"median": of.median, "best": of.best} for name, of in times.items()}
+
+
+def maxima(world: Communicator, values: Iterable[float]) -> list[float]:
+    """Return the maximum of each value over the ranks. Collective.
+
+    Args:
+        world: Communicator of all ranks.
+        values: Values of this rank.
+    """
+    largest = np.array([*values], dtype=float)
+    world.all_reduce(largest, "max")
+    return list(largest.tolist())
 
 
 @contextmanager

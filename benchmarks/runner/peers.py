@@ -227,21 +227,12 @@ def peers() -> dict[str, MakePeer]:
     `peers`).
     """
     stages = (1, 2, 3) if importlib.util.find_spec("deepspeed") else ()
+    ddp = partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True)
     return {
         "torch DDP": partial(torch_training, wrap=ddp),
         "FSDP2": partial(torch_training, wrap=lambda model: fully_sharded(model, dist.group.WORLD)),
         **{f"DeepSpeed ZeRO-{stage}": partial(_deepspeed_training, stage=stage) for stage in stages},
     }
-
-
-def ddp(model: nn.Module, group: Any = None) -> nn.Module:
-    """Wrap a model in DistributedDataParallel, with gradients as views of the buckets.
-
-    Args:
-        model: The model.
-        group: Process group of torch.distributed; None: the default group.
-    """
-    return nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
 
 
 def torch_training(

@@ -220,9 +220,8 @@ def sources() -> dict[str, Any]:
 def git(*arguments: str) -> str:
     """Return what git prints about the sources; "" if they are in no repository."""
     with suppress(OSError):
-        return subprocess.run(
-            ["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=False
-        ).stdout.strip()
+        done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=False)
+        return done.stdout.strip()
     return ""
 
 
@@ -270,9 +269,7 @@ def keep(values: Values, options: Sequence[str]) -> None:
         options: Options of the benchmark that are not its defaults.
     """
     entries = {name: _shorter(value) for name, value in values.items() if name != "results"} | {"options": [*options]}
-    lines = ",\n".join(
-        f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in entries.items()
-    )
+    lines = ",\n".join(f'"{name}": {json.dumps(value, ensure_ascii=False)}' for name, value in entries.items())
     RESULTS.mkdir(exist_ok=True)
     write_whole(RESULTS / f"{values['name']}.json", "{\n" + lines + "\n}\n")
 

@@ -20,12 +20,10 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Protocol
 
-import torch
-
-from benchmarks.runner.jobs import quiet
+from benchmarks.runner.jobs import maxima, quiet
 from mpitrain.comm import Communicator
 from mpitrain.data.on_device import on_device
 from mpitrain.storage import proc
@@ -168,25 +166,17 @@ def _measure_run(
             began = time.perf_counter()
             losses.append(run.step())
             took = time.perf_counter() - began
-            times.append(took if watching else _slowest(world, took))
+            times.append(took if watching else maxima(world, [took])[0])
             if len(times) == WARM and watching:
                 meter.start()
             elif len(times) == WARM:
                 count = WARM + min(steps, max(3, int(seconds / times[-1])))
     sent = meter.stop(count - WARM) if watching else None
     account = run.account()
-    maxima = torch.tensor([memory.peak, *account.values()], dtype=torch.float64)
-    world.all_reduce(maxima, "max")
+    peak, *largest = maxima(world, [memory.peak, *account.values()])
     run.close()
-    peak, *largest = maxima.tolist()
     values = {"memory": peak, "account": account, "largest": dict(zip(account, largest, strict=True))}
     return times[WARM:], values | {"losses": losses[: WARM + 1], "sent": sent}
-
-
-def _slowest(world: Communicator, seconds: float) -> float:
-    slowest = torch.tensor([seconds], dtype=torch.float64)
-    world.all_reduce(slowest, "max")
-    return float(slowest)
 
 
 def merged(first: Values, second: Values) -> dict[str, dict[str, Any]]:
@@ -235,21 +225,19 @@ class SentBytes:
         rows = world.journal.account()
         world.journal.stop()
         world.barrier()
-        sent = torch.tensor([sum(getattr(row, tier) for row in rows) for tier in _TIERS], dtype=torch.float64)
+        sent: list[float] = [sum(getattr(row, tier) for row in rows) for tier in _TIERS]
         if not rows:
             sent[0] = (_loopback_bytes() - self._loopback) / world.size
-        world.all_reduce(sent, "max")
         known = rows or world.num_nodes == 1
-        return {tier: nbytes / steps if known else None for tier, nbytes in zip(_TIERS, sent.tolist(), strict=True)}
+        largest = zip(_TIERS, maxima(world, sent), strict=True)
+        return {tier: nbytes / steps if known else None for tier, nbytes in largest}
 
 
 def _loopback_bytes() -> int:
     """Return the bytes sent through the loopback interface so far; 0 if the system does not report them."""
-    try:
-        with open(_LOOPBACK, encoding="ascii") as file:
-            return int(file.read())
-    except (OSError, ValueError):
-        return 0
+    with suppress(OSError, ValueError), open(_LOOPBACK, encoding="ascii") as file:
+        return int(file.read())
+    return 0
 
 
 # -- memory ------------------------------------------------------------------------------------------------

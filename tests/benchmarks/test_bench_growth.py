@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support import MACHINE, job
 
 from benchmarks import growth
+from benchmarks.runner import jobs
 from benchmarks.runner.report import plot, values_of
 from mpitrain.planner.machine import read_machine
 
@@ -34,6 +37,22 @@ def test_a_quick_run_measures_steps_and_their_computing(tmp_path):
     on_hosts = values["results"].get("3")
     assert "no hosts: " in done.stderr or (on_hosts["nodes"] == 3 and on_hosts["between"]["latency"] > 0)
     assert (tmp_path / "BENCH-growth.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_results_of_hosts_are_read_and_a_run_that_fails_has_none(monkeypatch):
+    commands, codes = [], [0, 1]
+
+    def run(command, cwd, env, check):
+        commands.append(command)
+        assert (cwd / command[1]).exists() and env["MPIEXEC_TIMEOUT"] == "60"
+        folder = Path(command[command.index("--out") + 1])
+        (folder / "BENCH-growth.json").write_text('{"results": {"3": 1}}')
+        return subprocess.CompletedProcess(command, codes.pop(0))
+
+    monkeypatch.setattr(jobs.subprocess, "run", run)
+    assert jobs.run_on_hosts("growth", ["--quick"], 60.0, "--ranks", "1,1,1") == (0, {"results": {"3": 1}})
+    assert jobs.run_on_hosts("growth", [], 60.0) == (1, {})
+    assert commands[0][2:4] == ["--ranks", "1,1,1"] and commands[0].index("benchmarks") < commands[0].index("--quick")
 
 
 def test_the_share_is_what_a_step_takes_beyond_its_computing(tmp_path):
