@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -101,8 +102,7 @@ class DistributedDataParallel(nn.Module):
             self.reducer.factor = self._join_state.factor
         if self.broadcast_buffers and self.comm.size > 1:
             source = self._join_state.source if self._join_state is not None else 0
-            for buffer in self.module.buffers():
-                self.comm.broadcast(buffer, source)
+            broadcast_tensors(self.module.buffers(), self.comm, source)
 
     def _rebuild(self) -> None:
         """Lay gradients out in the order in which they arrived on rank 0, so that the first buckets fill first.
@@ -225,16 +225,17 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], comm: Communicator, root:
 
 def _packs(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield the tensors in lists of one dtype and device, each of one tensor or of at most `_PACK` bytes."""
-    packed: list[torch.Tensor] = []
-    nbytes = 0
+    packs, sizes = dict[tuple[torch.dtype, torch.device], list[torch.Tensor]](), Counter[Any]()
     for tensor in tensors:
-        nbytes += tensor.nbytes
-        if packed and (nbytes > _PACK or (tensor.dtype, tensor.device) != (packed[0].dtype, packed[0].device)):
+        kind = tensor.dtype, tensor.device
+        packed = packs.setdefault(kind, [])
+        if packed and sizes[kind] + tensor.nbytes > _PACK:
             yield packed
-            packed, nbytes = [], tensor.nbytes
+            packs[kind] = packed = []
+            sizes[kind] = 0
         packed.append(tensor)
-    if packed:
-        yield packed
+        sizes[kind] += tensor.nbytes
+    yield from packs.values()
 
 
 # -- Ranks with unequal numbers of batches: a rank without batches takes part in the others' steps with zeros
