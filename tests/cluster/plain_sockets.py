@@ -1,4 +1,4 @@
-"""What hosts can exchange at most: bytes through plain TCP sockets, in all directions at once, and nothing else.
+"""Exchange of bytes between hosts through plain TCP sockets, in all directions at once: the fastest that is possible.
 
 The benchmark `hosts` compares collectives with it.
 """
