@@ -89,13 +89,13 @@ def _make_world(base: MPI.Intracomm | None, timeout: float, abort_on_error: bool
     topology = discover(comm)
     watchdog = Watchdog(comm.Dup(), timeout, faults.end_job)
     arenas = ArenaIndex()
-    progress = ProgressEngine(lambda: watchdog.records)
+    cores = find_share(comm, topology)
+    spare = spare_cores(comm, cores)
+    progress = ProgressEngine(lambda: watchdog.records, naps=spare < 0)
     faults.before_leaving = partial(_end_together, watchdog, progress, arenas)
     own_table = load_tuning(this_machine()).to_json() if comm.rank == 0 else ""
     # all ranks use rank 0's table: ranks that chose algorithms from different tables would hang
     table = Tuning.from_json(all_gather_bytes(comm, own_table.encode())[0].decode())
-    cores = find_share(comm, topology)
-    spare = spare_cores(comm, cores)
     proofs = Proofs() if debug else None
     process = ProcessServices(arenas, table, watchdog, progress, faults, cores, spare, DeviceMemory(), debug, proofs)
     return Communicator(comm, topology, process, "world")

@@ -458,7 +458,7 @@ class _ModelRanks:
             spec = messages.receive_header(comm.rank - 1)
             tensors, works = messages.receive(spec.tensors, comm.rank - 1, False)
             for work in works:
-                messages.wait(work)
+                work.wait()
             x = tensors[0] if spec.single else tuple(tensors)
         x = stage(x)
         if self._ends:

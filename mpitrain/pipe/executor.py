@@ -233,7 +233,7 @@ class Executor:
     def _wait(self, key: tuple[int, int, bool]) -> None:
         """Wait until the tensors from another rank have arrived."""
         for work in self._arriving[key][1]:
-            self.messages.wait(work)
+            work.wait()
 
     def _input(self, number: int, microbatch: int) -> Any:
         """Return the output of stage `number` as the input of the next stage, whose graph starts at these tensors."""

@@ -130,9 +130,6 @@ _HEADER, _OUTPUT, _GRADIENT, _LOSS = range(4)  # message tags
 class StageMessages:
     """Messages between the ranks of one pipeline.
 
-    MPI polls while it waits, which is fastest if every rank has its own core. With more ranks than cores, polling takes
-    cores from the ranks that compute, so waits then sleep between polls.
-
     Args:
         comm: Communicator of the pipeline's ranks.
 
@@ -142,12 +139,7 @@ class StageMessages:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.device = comm, torch.device("cpu")
-        self._sleeps = comm.process.spare_cores < 0
         self._sending: list[Work] = []
-
-    def wait(self, work: Work) -> None:
-        """Wait until a message has been sent or received."""
-        work.wait(self.comm.process.watchdog.timeout if self._sleeps else None)
 
     def send_header(self, spec: OutputSpec, to: int) -> None:
         """Start sending another rank the shapes of the next output.
@@ -163,9 +155,9 @@ class StageMessages:
     def receive_header(self, source: int) -> OutputSpec:
         """Receive the shapes of the next output from another rank. Waits for them."""
         length = torch.empty(1, dtype=torch.int64)
-        self.wait(self.comm.irecv(length, source, _HEADER, header=False))
+        self.comm.irecv(length, source, _HEADER, header=False).wait()
         header = torch.empty(int(length), dtype=torch.int64)
-        self.wait(self.comm.irecv(header, source, _HEADER, header=False))
+        self.comm.irecv(header, source, _HEADER, header=False).wait()
         return OutputSpec.from_header(header)
 
     def send(self, tensors: Sequence[torch.Tensor], to: int, gradient: bool) -> None:
@@ -201,7 +193,7 @@ class StageMessages:
     def finish(self) -> None:
         """Wait until all sends have completed."""
         for work in self._sending:
-            self.wait(work)
+            work.wait()
         self._sending.clear()
 
     def share_loss(self, loss: float, root: int) -> float:
@@ -216,5 +208,5 @@ class StageMessages:
             others = (rank for rank in range(self.comm.size) if rank != root)
             self._sending += [self.comm.isend(number, rank, _LOSS, header=False) for rank in others]
         else:
-            self.wait(self.comm.irecv(number, root, _LOSS, header=False))
+            self.comm.irecv(number, root, _LOSS, header=False).wait()
         return float(number)

@@ -115,6 +115,7 @@ def groups(world: mt.Communicator) -> None:
 def main(nodes: int) -> None:
     world = mt.init(timeout=60, debug=True)
     assert world.num_nodes == nodes, f"{world.num_nodes} nodes, not {nodes}"
+    assert world.process.cores.ranks == world.size, "these nodes are one machine, whose cores all ranks share"
     arena = world.arena(2 * NUMELS[-1])
     assert arena.kind == "shared" and len(arena.segments) == world.local_size
     reductions(world, arena)

@@ -37,6 +37,7 @@ from mpitrain.errors import InputError
 _ORDERED = platform.machine() in ("x86_64", "AMD64")  # other ranks see stores in order; elsewhere MPI must sync them
 CACHE_LINE = 64  # bytes: boundaries between slices of different ranks are multiples of it
 WINDOW = 8 << 20  # bytes of staging memory per rank
+_MIN_NBYTES_FOR_NAPS = 1 << 20  # in smaller operations a wait in MPI is faster, even of ranks that share cores
 NOTHING = Compiled(())
 _CPU = torch.device("cpu")
 
@@ -405,7 +406,9 @@ class Binder:
         key = id(program), layout.shape, reduces, id(owner)
 
         def make() -> tuple[Program, Plan]:  # keeps the program, so that its id is not reused
-            return program, Plan(program, self.comm, layout, reduction, self.node.Barrier, sync_calls(owner))
+            large = layout.bounds[-1] * layout.dtype.itemsize >= _MIN_NBYTES_FOR_NAPS
+            naps = self.oversubscribed and large
+            return program, Plan(program, self.comm, layout, reduction, self.node, sync_calls(owner), naps)
 
         return get_or_make(self.cache.plans, key, make)[1]
 

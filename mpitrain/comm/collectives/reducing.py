@@ -481,8 +481,8 @@ class DeferredReductions:
             return None
         comm.compare("reduce_scatter", (x, out), (op, blocks, "deferred", False), placed=x)
         if not self._events:
-            label = self._record.label
-            self._events = {event: Event(comm.duplicate_of_node(), label) for event in (COMPLETE, READ)}
+            label, naps = self._record.label, comm.binder.oversubscribed
+            self._events = {event: Event(comm.duplicate_of_node(), label, naps) for event in (COMPLETE, READ)}
         binder, key = comm.binder, ("deferred reduce_scatter", out.data_ptr(), x.data_ptr(), x.dtype, x.numel(), op)
         phases = binder.bind_cached(key, lambda: _bind_deferred(binder, x, out, op, self._events), out, x).parts
         note = None

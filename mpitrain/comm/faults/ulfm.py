@@ -393,7 +393,7 @@ def _make_world(comm: MPI.Intracomm, topology: Topology, before: Communicator, f
     asking = failures.track(MPI.Intracomm(comm.Dup()))
     watchdog = Watchdog(asking, before.process.watchdog.timeout, faults.end_job, failures)
     faults.before_leaving = watchdog.stop_with_all
-    progress = ProgressEngine(lambda: watchdog.records)
+    progress = ProgressEngine(lambda: watchdog.records, before.process.progress.naps)
     process = replace(
         before.process, arenas=ArenaIndex(), watchdog=watchdog, progress=progress, faults=faults, failures=failures
     )

@@ -1,8 +1,8 @@
 """Placement of ranks: the ranks of a communicator, their nodes, and the number of cores of each.
 
-The operating system restricts each rank to a set of cores: all cores of the node, those of the job, or those that the
-rank is bound to. Ranks whose sets overlap share the union of their sets; a rank whose set overlaps with no other has
-its cores for itself. Examples for ranks of one node, separated by |:
+The operating system restricts each rank to a set of cores: all cores of the machine, those of the job, or those that
+the rank is bound to. Ranks whose sets overlap share the union of their sets; a rank whose set overlaps with no other
+has its cores for itself. Examples for ranks of one node, separated by |:
 
     0 1 2 3 | 0 1 2 3 | 0 1 2 3 | 0 1 2 3      not bound, or bound to the job's cores: one core each
     0 1     | 0 1     | 2 3     | 2 3          bound to sockets: two ranks share two cores, one each
@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from mpitrain.comm.job.mpi import MPI
+from mpitrain.storage import proc
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Share:
-    """Cores of a node that a rank shares with other ranks, or has for itself.
+    """Cores of a machine that a rank shares with other ranks, or has for itself.
 
     Attributes:
         cores: Number of cores that the rank may run on.
@@ -263,7 +264,9 @@ def share_of(rank: int, allowed: Sequence[Collection[int]], core_of: Mapping[int
 
 
 def find_share(comm: MPI.Intracomm, topology: Topology) -> Share:
-    """Return this rank's share of its node's cores. Collective over the world.
+    """Return this rank's share of its machine's cores. Collective over the world.
+
+    Containers and namespaces of one machine are nodes of their own, but their ranks may run on the same cores.
 
     Args:
         comm: Communicator of the world.
@@ -272,10 +275,12 @@ def find_share(comm: MPI.Intracomm, topology: Topology) -> Share:
     threads = os.sched_getaffinity(0)
     row = np.zeros(max(threads) + 1, dtype=np.uint8)
     row[list(threads)] = 1
+    machine = proc.read("sys/kernel/random/boot_id").strip() or f"node {topology.nodes[topology.rank]}"
+    machines = all_gather_bytes(comm, machine.encode())
     rows = all_gather_bytes(comm, np.packbits(row).tobytes())
-    near = [np.frombuffer(rows[rank], dtype=np.uint8) for rank in topology.neighbours]
-    allowed = [np.flatnonzero(np.unpackbits(bits)).tolist() for bits in near]
-    return share_of(topology.neighbours.index(topology.rank), allowed, siblings())
+    near = [rank for rank in range(topology.size) if machines[rank] == machine.encode()]
+    allowed = [np.flatnonzero(np.unpackbits(np.frombuffer(rows[rank], dtype=np.uint8))).tolist() for rank in near]
+    return share_of(near.index(topology.rank), allowed, siblings())
 
 
 def spare_cores(comm: MPI.Intracomm, share: Share) -> int:

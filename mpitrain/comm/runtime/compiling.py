@@ -52,6 +52,7 @@ from mpitrain.comm.runtime.executor import (
     Reduction,
 )
 from mpitrain.comm.runtime.remote import Transfers
+from mpitrain.comm.runtime.waiting import make_barrier
 
 Region = tuple[str, int, int]  # memory, first cell, last cell + 1
 
@@ -138,8 +139,9 @@ class Plan:
         comm: MPI.Comm,
         layout: Layout,
         reduction: Reduction | None,
-        meet: Call = lambda: None,
+        node: MPI.Intracomm,
         sync: Sequence[Call] = (),
+        naps: bool = False,
     ) -> None:
         """Compile a program.
 
@@ -148,14 +150,16 @@ class Plan:
             comm: MPI communicator of the program's ranks.
             layout: Any layout with the shape (`Layout.shape`) that the plan is for.
             reduction: Arithmetic of the program; None if it combines nothing.
-            meet: Returns when all ranks of the node have called it.
+            node: MPI communicator of the ranks of the node, which meet at fences.
             sync: Calls that make writes to the node's shared memory visible (MPI-4.1, section 12.7). They are made
                 before this rank notifies others of its writes, and after others have notified it of theirs.
+            naps: True if waits nap, because ranks share cores (see `waiting`).
         """
         self._computes = reduction is not None and (layout.dtype.is_floating_point or layout.dtype.is_complex)
         self._comm, self._program, self._layout, self._reduction = comm, program, layout, reduction
         self._scale = reduction.scale if reduction is not None else None
-        self._sync, self._fence = sync, [*sync, meet, *sync]
+        self._sync, self._fence = sync, [*sync, make_barrier(node, naps), *sync]
+        self._naps = naps
         self._rank, self._item = comm.rank, layout.dtype.itemsize
         in_place = layout.source == layout.target
         self._inside = self._between = 0  # intra-node and inter-node bytes of the phase being compiled
@@ -189,7 +193,7 @@ class Plan:
     def bind_phases(self, layout: Layout) -> list[Compiled]:
         """Bind each phase of the program to the addresses of a layout. Only one bound program may run at a time."""
         meets = layout.board is not None
-        binding = executor.Binding(self._comm, layout, self._scratch, self._transfers, self._local_places)
+        binding = executor.Binding(self._comm, layout, self._scratch, self._transfers, self._local_places, self._naps)
         bound: list[Compiled] = []
         for makers, event, volume in self._phases:
             first = len(binding.all_requests)

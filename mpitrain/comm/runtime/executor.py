@@ -36,6 +36,7 @@ from mpitrain.comm.programs.program import INBOX, tree_order
 from mpitrain.comm.runtime.agreement import Board, Call, make_row
 from mpitrain.comm.runtime.remote import Neighbours, Table, Transfers
 from mpitrain.comm.runtime.split_phase import Event, EventSignal
+from mpitrain.comm.runtime.waiting import wait_for_requests
 from mpitrain.errors import CommunicationError, InputError
 
 Array: TypeAlias = "torch.Tensor | np.ndarray"
@@ -343,6 +344,7 @@ class Binding:
     """Addresses for a plan, and the objects created for them. A `Maker` turns a binding into calls.
 
     Attributes:
+        naps: True if waits nap.
         all_requests: Persistent requests created so far.
         table: Copies to and from other processes, if there are any.
     """
@@ -354,6 +356,7 @@ class Binding:
         scratch: Sequence[torch.Tensor],
         transfers: Transfers | None,
         local_places: Sequence[Place],
+        naps: bool,
     ) -> None:
         """Prepare for the addresses of a layout.
 
@@ -363,8 +366,9 @@ class Binding:
             scratch: Scratch areas of the plan.
             transfers: Copies to and from other processes, if there are any.
             local_places: This rank's side of each of these copies.
+            naps: Value of the attribute.
         """
-        self.comm, self.layout, self.item = comm, layout, layout.dtype.itemsize
+        self.comm, self.layout, self.item, self.naps = comm, layout, layout.dtype.itemsize, naps
         self._scratch, self._addresses = scratch, {SOURCE: layout.source, TARGET: layout.target, INBOX: layout.inbox}
         self.all_requests: list[MPI.Prequest] = []
         self._exchanges: dict[int, list[MPI.Prequest]] = {}
@@ -473,17 +477,21 @@ def wait(number: int, messages: Sequence[Message], binding: Binding) -> list[Cal
     requests = binding.requests(number, messages)
     parts = [(message, nbytes) for message in messages for _, nbytes in message.pieces(binding.item)]
     if all(message.sends for message in messages):
-        return [requests[0].Wait if len(requests) == 1 else partial(MPI.Request.Waitall, requests)]
+        single = len(requests) == 1 and not binding.naps
+        return [requests[0].Wait if single else partial(wait_for_requests, requests, binding.naps)]
     statuses = [MPI.Status() for _ in requests]
     each = zip(statuses, parts, strict=True)
     arriving = [(status, message.peer, nbytes) for status, (message, nbytes) in each if not message.sends]
-    return [partial(_receive, requests, statuses, arriving)]
+    return [partial(_receive, requests, binding.naps, statuses, arriving)]
 
 
 def _receive(
-    requests: list[MPI.Prequest], statuses: list[MPI.Status], arriving: Sequence[tuple[MPI.Status, int, int]]
+    requests: list[MPI.Prequest],
+    naps: bool,
+    statuses: list[MPI.Status],
+    arriving: Sequence[tuple[MPI.Status, int, int]],
 ) -> None:
-    MPI.Request.Waitall(requests, statuses)
+    wait_for_requests(requests, naps, statuses)
     for status, peer, nbytes in arriving:
         if status.Get_count(MPI.BYTE) != nbytes:
             raise CommunicationError(

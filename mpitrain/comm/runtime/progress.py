@@ -61,15 +61,17 @@ class ProgressEngine:
         receives: Receives whose header has not arrived. A receive is removed when its data are posted or it has failed.
         deferred_workers: Workers with deferred operations. A worker is removed when it has none left or has a thread.
         in_flight: Messages whose memory MPI still uses. A message is removed when it is complete.
+        naps: True if waits for messages nap, because ranks share cores (see `waiting`).
     """
 
-    def __init__(self, records: Callable[[], Iterable[Record]]) -> None:
+    def __init__(self, records: Callable[[], Iterable[Record]], naps: bool = False) -> None:
         """Start with nothing pending.
 
         Args:
             records: Returns the records of the operations that this rank may be in.
+            naps: Value of the attribute.
         """
-        self._records = records
+        self._records, self.naps = records, naps
         self.receives: set[PendingReceive] = set()
         self.deferred_workers: set[DeferredWorker] = set()
         self.in_flight: set[MessageInFlight] = set()

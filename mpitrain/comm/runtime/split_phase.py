@@ -28,6 +28,7 @@ import torch
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.traffic import Note, Record, clock
 from mpitrain.comm.runtime.agreement import ROW, describe_difference, run_watched
+from mpitrain.comm.runtime.waiting import wait_for_requests
 from mpitrain.comm.runtime.work import Work, poll
 from mpitrain.errors import CommunicationError, InputError
 
@@ -49,14 +50,15 @@ class Event:
     All ranks of the node must give the signals in the same order of runs.
     """
 
-    def __init__(self, node: MPI.Intracomm, label: str) -> None:
+    def __init__(self, node: MPI.Intracomm, label: str, naps: bool) -> None:
         """Prepare an event; nothing is sent.
 
         Args:
             node: MPI communicator of the node's ranks, for this event alone.
             label: Name of the communicator that the event belongs to, for error messages.
+            naps: True if waits for the signals nap (see `waiting`).
         """
-        self.node, self.label = node, label
+        self.node, self.label, self.naps = node, label, naps
         self.idle: list[_SignalMessages] = []
 
     def free(self) -> None:
@@ -102,7 +104,7 @@ class EventSignal:
         """
         sent, self._messages = self._messages, None
         assert sent is not None
-        MPI.Request.Waitall(sent.requests)
+        wait_for_requests(sent.requests, self._event.naps)
         self._event.idle.append(sent)
         if any(row != sent.own_row for row in sent.rows):
             wrong = describe_difference([bytes(row) for row in sent.rows], range(self._event.node.size))

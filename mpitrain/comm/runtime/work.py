@@ -27,6 +27,7 @@ from mpitrain.comm.job.traffic import Note, Record, TrafficCounters, clock
 from mpitrain.comm.memory.device import current_stream, new_stream, on_stream, record_event, stream_of_cupy
 from mpitrain.comm.runtime.agreement import run_watched
 from mpitrain.comm.runtime.progress import ProgressEngine
+from mpitrain.comm.runtime.waiting import wait_for_requests
 from mpitrain.errors import CommunicationError
 
 _EAGER_ROUNDS = 1000  # number of tests without a pause
@@ -207,7 +208,7 @@ class Messages(Work):
             if self._complete:
                 return
             try:
-                MPI.Request.Waitall(self._requests)
+                wait_for_requests(self._requests, self._progress.naps)
             except MPI.Exception:
                 self._end()
                 raise
