@@ -437,7 +437,7 @@ class NodeCopy:
         if binder.proofs is not None:
             binder.proofs.prove(program)
         nothing_moves = Layout(arena.tensor.dtype, [0] * (program.chunks + 1), 0, 0)  # callers write and read
-        plan = Plan(program, node, nothing_moves, None, node, sync_calls(arena), binder.oversubscribed)
+        plan = Plan(program, node, nothing_moves, None, binder.meet, sync_calls(arena))
         self._publish = plan.bind(nothing_moves)
 
     def publish(self) -> None:

@@ -12,12 +12,12 @@ import torch
 from mpitrain.comm.runtime import waiting
 from mpitrain.comm.runtime.progress import ProgressEngine
 
-LARGE, SMALL = 1 << 18, 1000  # elements: 1 MiB, from which waits nap, and less
+LARGE, SMALL = 1 << 18, 1000  # elements: 1 MiB, from which waits for messages nap, and less
 
 OPERATIONS = {  # name: elements, call that sums x over the group
     "ring": (LARGE, lambda group, x: group.all_reduce(x, "sum", "ring")),
-    "in an arena": (LARGE, lambda group, x: group.all_reduce(x, "sum", "shared")),
-    "small": (SMALL, lambda group, x: group.all_reduce(x, "sum", "ring")),
+    "in an arena": (SMALL, lambda group, x: group.all_reduce(x, "sum", "shared")),
+    "a short ring": (SMALL, lambda group, x: group.all_reduce(x, "sum", "ring")),
 }
 
 
@@ -52,7 +52,7 @@ def make_group(world, monkeypatch):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("spare", [-1, 0])
-def test_a_rank_that_waits_for_a_core_naps_in_large_operations(make_group, naps, name, spare):
+def test_a_rank_that_shares_its_core_naps_at_fences_and_in_long_messages(make_group, naps, name, spare):
     group, (numel, call) = make_group(spare), OPERATIONS[name]
     x = group.arena(numel).tensor if name == "in an arena" else torch.empty(numel)
     call(group, x.zero_())  # the first call prepares the operation, for which ranks wait in MPI
@@ -62,13 +62,13 @@ def test_a_rank_that_waits_for_a_core_naps_in_large_operations(make_group, naps,
         time.sleep(0.05)
     call(group, x.fill_(group.rank))
     assert x.eq(sum(range(group.size))).all()
-    assert group.rank == 0 or bool(naps) == (spare < 0 and numel == LARGE)
+    assert group.rank == 0 or bool(naps) == (spare < 0 and name != "a short ring")
     assert all(waiting._NAPS[0] <= nap <= waiting._NAPS[1] for nap in naps)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("spare", [-1, 0])
-def test_a_rank_that_waits_for_a_core_naps_until_a_message_arrives(make_group, naps, spare):
+def test_a_rank_that_shares_its_core_naps_until_a_message_arrives(make_group, naps, spare):
     group, x = make_group(spare), torch.zeros(3)
     group.barrier()
     if group.rank == 0:

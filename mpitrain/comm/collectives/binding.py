@@ -30,6 +30,7 @@ from mpitrain.comm.runtime.agreement import LINE, ROW, Board, Call, Register, Si
 from mpitrain.comm.runtime.compiling import Plan
 from mpitrain.comm.runtime.executor import Compiled, Layout, Reduction
 from mpitrain.comm.runtime.remote import Neighbours, probe
+from mpitrain.comm.runtime.waiting import make_barrier
 from mpitrain.comm.selection import Algorithm, Algorithms, Setting, fastest
 from mpitrain.comm.tuning import Tuning
 from mpitrain.errors import InputError
@@ -37,7 +38,7 @@ from mpitrain.errors import InputError
 _ORDERED = platform.machine() in ("x86_64", "AMD64")  # other ranks see stores in order; elsewhere MPI must sync them
 CACHE_LINE = 64  # bytes: boundaries between slices of different ranks are multiples of it
 WINDOW = 8 << 20  # bytes of staging memory per rank
-_MIN_NBYTES_FOR_NAPS = 1 << 20  # in smaller operations a wait in MPI is faster, even of ranks that share cores
+_MIN_NBYTES_FOR_NAPS = 1 << 20  # waits for shorter messages are faster in MPI, even if ranks share cores
 NOTHING = Compiled(())
 _CPU = torch.device("cpu")
 
@@ -165,6 +166,7 @@ class Binder:
         """
         self.oversubscribed, self.proofs = oversubscribed, proofs
         self.comm, self.node, self.topology, self.arenas, self.tuning = comm, node, topology, arenas, tuning
+        self.meet = make_barrier(node, naps=oversubscribed)
         self.nodes_shared = len(set(topology.nodes)) < topology.size  # some node has several ranks
         self.cache = BoundCache(arenas)
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
@@ -408,7 +410,7 @@ class Binder:
         def make() -> tuple[Program, Plan]:  # keeps the program, so that its id is not reused
             large = layout.bounds[-1] * layout.dtype.itemsize >= _MIN_NBYTES_FOR_NAPS
             naps = self.oversubscribed and large
-            return program, Plan(program, self.comm, layout, reduction, self.node, sync_calls(owner), naps)
+            return program, Plan(program, self.comm, layout, reduction, self.meet, sync_calls(owner), naps)
 
         return get_or_make(self.cache.plans, key, make)[1]
 

@@ -52,7 +52,6 @@ from mpitrain.comm.runtime.executor import (
     Reduction,
 )
 from mpitrain.comm.runtime.remote import Transfers
-from mpitrain.comm.runtime.waiting import make_barrier
 
 Region = tuple[str, int, int]  # memory, first cell, last cell + 1
 
@@ -139,7 +138,7 @@ class Plan:
         comm: MPI.Comm,
         layout: Layout,
         reduction: Reduction | None,
-        node: MPI.Intracomm,
+        meet: Call,
         sync: Sequence[Call] = (),
         naps: bool = False,
     ) -> None:
@@ -150,15 +149,15 @@ class Plan:
             comm: MPI communicator of the program's ranks.
             layout: Any layout with the shape (`Layout.shape`) that the plan is for.
             reduction: Arithmetic of the program; None if it combines nothing.
-            node: MPI communicator of the ranks of the node, which meet at fences.
+            meet: Returns when all ranks of the node have called it.
             sync: Calls that make writes to the node's shared memory visible (MPI-4.1, section 12.7). They are made
                 before this rank notifies others of its writes, and after others have notified it of theirs.
-            naps: True if waits nap, because ranks share cores (see `waiting`).
+            naps: True if waits for messages nap, because ranks share cores (see `waiting`).
         """
         self._computes = reduction is not None and (layout.dtype.is_floating_point or layout.dtype.is_complex)
         self._comm, self._program, self._layout, self._reduction = comm, program, layout, reduction
         self._scale = reduction.scale if reduction is not None else None
-        self._sync, self._fence = sync, [*sync, make_barrier(node, naps), *sync]
+        self._sync, self._fence = sync, [*sync, meet, *sync]
         self._naps = naps
         self._rank, self._item = comm.rank, layout.dtype.itemsize
         in_place = layout.source == layout.target

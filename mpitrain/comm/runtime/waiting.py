@@ -2,8 +2,8 @@
 
 MPI libraries wait by polling, at best with `sched_yield` between two polls. That is fastest for ranks with a core each.
 With more ranks than cores it takes time from the ranks that still compute: a training step of 6 ranks on 2 cores, on
-three hosts of one machine, took a quarter longer. A rank then polls for a millisecond and naps between later polls. The
-naps are a twentieth of the time waited so far, so that they lengthen a wait by little.
+three hosts of one machine, took a quarter longer. A rank then polls for a few milliseconds and naps between later
+polls. The naps are a twentieth of the time waited so far, so that they lengthen a wait by little.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 
 from mpitrain.comm.job.mpi import MPI
 
-_POLLING = 1e-3  # seconds of polling before the first nap; a nap of any length costs about 0.1 ms
+_POLLING = 4e-3  # seconds of polling before the first nap: 8 ranks in turn take that long for a short operation
 _FRACTION = 0.05  # length of a nap relative to the time waited so far
 _NAPS = 20e-6, 5e-4  # shortest and longest nap in seconds
 
