@@ -153,6 +153,8 @@ world = mt.init(timeout=30)
 world.all_reduce(torch.ones(1))
 if sys.argv[1] == "types":
     world.all_reduce(torch.ones(1000, dtype=torch.int32 if world.rank else torch.float32))
+elif sys.argv[1] == "ways":  # of which only one needs staging memory, as a tuning table may choose for two sizes
+    world.all_reduce(torch.ones(1_000_000 * (world.rank + 1)), "sum", ("staged", "shared")[world.rank])
 else:
     world.broadcast(torch.ones(400_000 if world.rank else 1000), 1)
 """
@@ -173,9 +175,10 @@ dist.all_reduce(x[: 1_000_000 * (dist.get_rank() + 1)])
     [
         (SMALL, ["types"], ["all_reduce of 1000 float32, sum", "all_reduce of 1000 int32, sum"]),
         (SMALL, ["sizes"], ["broadcast from rank 1 of 1000 float32", "broadcast from rank 1 of 400000 float32"]),
+        (SMALL, ["ways"], ["all_reduce of 1000000 float32, sum", "all_reduce of 2000000 float32, sum"]),
         (BACKEND, [], ["all_reduce of 1000000 float32, sum", "all_reduce of 2000000 float32, sum"]),
     ],
-    ids=["types by the library", "sizes by the library", "torch.distributed"],
+    ids=["types by the library", "sizes by the library", "one through staging memory", "torch.distributed"],
 )
 def test_a_job_with_unequal_arguments_ends_with_both_calls_named(tmp_path, script, arguments, named):
     (tmp_path / "main.py").write_text(script)

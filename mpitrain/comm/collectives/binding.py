@@ -327,12 +327,16 @@ class Binder:
         make = partial(self._register.signature, description, meets=meets, synchronizing=synchronizes)
         return compiled.after(get_or_make(self._signatures, (description, meets, synchronizes), make))
 
-    def staging(self) -> Arena | None:
+    def staging(self, description: str) -> Arena | None:
         """Return shared memory of WINDOW bytes per rank, for data outside arenas; None if memory cannot be shared.
 
         The first call is collective; it occurs in the same operation on all ranks.
+
+        Args:
+            description: The operation, for the message to ranks that call another one instead.
         """
         if self._staging is None:
+            self.with_signature(f"{description}, the first through shared memory", NOTHING, synchronizes=False)()
             self._staging = self.allocate(WINDOW)
         return self._staging if self._staging.kind == "shared" else None
 
@@ -422,7 +426,7 @@ class Binder:
 
     def bind_through_staging(self, x: torch.Tensor, bind: Callable[[torch.Tensor], Compiled]) -> Compiled:
         """Bind an in-place operation on a vector outside an arena; it passes through the staging memory in windows."""
-        stage = self.staging()
+        stage = self._staging
         assert stage is not None
         whole, numel = at_address(x), WINDOW // x.element_size()
         calls: list[Call] = []

@@ -224,7 +224,7 @@ def _bind_all_reduce(
         setting = setting if neighbours is None else replace(setting, memory="reachable")
     unreached = chosen.reach and setting.memory == "private"
     if (unreached and not chosen.stages) or (
-        chosen.stages and (unreached or not chosen.reach) and not binder.staging()
+        chosen.stages and (unreached or not chosen.reach) and not binder.staging(description)
     ):
         return _bind_all_reduce(binder, x, op, "ring", reproducible)
     program = binder.program(chosen, setting)
