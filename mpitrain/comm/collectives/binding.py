@@ -330,10 +330,7 @@ class Binder:
     def staging(self, description: str) -> Arena | None:
         """Return shared memory of WINDOW bytes per rank, for data outside arenas; None if memory cannot be shared.
 
-        The first call is collective; it occurs in the same operation on all ranks.
-
-        Args:
-            description: The operation, for the message to ranks that call another one instead.
+        The first call is collective. Ranks that call another operation than `description` instead get an error.
         """
         if self._staging is None:
             self.with_signature(f"{description}, the first through shared memory", NOTHING, synchronizes=False)()
@@ -412,8 +409,7 @@ class Binder:
         key = id(program), layout.shape, reduces, id(owner)
 
         def make() -> tuple[Program, Plan]:  # keeps the program, so that its id is not reused
-            large = layout.bounds[-1] * layout.dtype.itemsize >= _MIN_NBYTES_FOR_NAPS
-            naps = self.oversubscribed and large
+            naps = self.oversubscribed and layout.bounds[-1] * layout.dtype.itemsize >= _MIN_NBYTES_FOR_NAPS
             return program, Plan(program, self.comm, layout, reduction, self.meet, sync_calls(owner), naps)
 
         return get_or_make(self.cache.plans, key, make)[1]
