@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     for ranks in HOSTS[: 1 if options.quick else None] if not is_launched() else ():
         total = sum(map(int, ranks.split(",")))
         print(f"growth on hosts with {ranks} ranks …", flush=True)
-        more = ["--sizes", ",".join(_fitting(total, options)), "--machine", ""]
+        more = ["--sizes", ",".join(_fitting(total, options, ranks.count(",") + 1)), "--machine", ""]
         code, values = run_on_hosts("growth", [*arguments, *more], options.limit, "--ranks", ranks)
         if not code:  # else it has said why
             hosts[total] = values["results"][str(total)]
@@ -84,12 +84,12 @@ def _config(name: str, ranks: int) -> dict[str, dict[str, Any]]:
     return merged(UNENDING, {"model": model, "train": {"batch": ranks}})
 
 
-def _fitting(ranks: int, options: argparse.Namespace) -> list[str]:
-    """Return the models whose training fits into the memory of a machine with this many ranks."""
+def _fitting(ranks: int, options: argparse.Namespace, hosts: int = 1) -> list[str]:
+    """Return the models whose training fits into the memory of a machine with this many ranks and hosts."""
     names = options.sizes or list(SIZES)[: 1 if options.quick else None]
     available = proc.nbytes_of("meminfo", "MemAvailable") or 0
-    # each rank has gradients, and at the start the whole model; parameters and states are there once
-    return [n for n in names if (8 * ranks + 12) * SIZES[n][0] * 12 * SIZES[n][1] ** 2 < 0.9 * available]
+    # each rank has gradients, and at the start the whole model; each host has parameters and what it receives of others
+    return [n for n in names if (8 * ranks + 12 * hosts) * SIZES[n][0] * 12 * SIZES[n][1] ** 2 < 0.9 * available]
 
 
 class _GrowthRun(TrainerRun):
