@@ -46,7 +46,7 @@ class Setting:
         nodes: Node number of each rank.
         memory: Location of the ranks' vectors: "arena" (shared by the node), "reachable" (private, but accessible to
             other ranks by system calls), "device" (a device arena that the ranks have mapped), or "private".
-        oversubscribed: True if some node has more ranks than cores.
+        oversubscribed: True if some machine has more ranks than cores.
         reproducible: True if sums must follow the fixed tree over the ranks.
         root: Root rank, for an operation that has one.
         block: Bytes of the longest block, if the vector has one block per rank.

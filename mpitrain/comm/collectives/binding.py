@@ -161,7 +161,7 @@ class Binder:
             topology: Placement of the ranks of `comm`.
             arenas: Arenas of this process.
             tuning: Table of the fastest algorithms on this machine.
-            oversubscribed: True if some node has more ranks than cores.
+            oversubscribed: True if some machine has more ranks than cores.
             proofs: In debug mode, proves every program before its first use.
         """
         self.oversubscribed, self.proofs = oversubscribed, proofs

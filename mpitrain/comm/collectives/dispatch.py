@@ -61,7 +61,7 @@ class ProcessServices:
         watchdog: Ends the job if an operation does not complete.
         progress: Makes progress on pending receives and deferred operations.
         faults: Ends the job if this rank fails.
-        cores: This rank's share of the cores of its node.
+        cores: This rank's share of the cores of its machine.
         spare_cores: Cores beyond one per rank, for communication threads; the minimum over all ranks. Negative if some
             ranks have no hardware thread of their own.
         device_memory: Device of this rank, and the way its memory is communicated.

@@ -2,7 +2,7 @@
 
 The operating system restricts each rank to a set of cores: all cores of the machine, those of the job, or those that
 the rank is bound to. Ranks whose sets overlap share the union of their sets; a rank whose set overlaps with no other
-has its cores for itself. Examples for ranks of one node, separated by |:
+has its cores for itself. Examples for ranks of one machine, separated by |:
 
     0 1 2 3 | 0 1 2 3 | 0 1 2 3 | 0 1 2 3      not bound, or bound to the job's cores: one core each
     0 1     | 0 1     | 2 3     | 2 3          bound to sockets: two ranks share two cores, one each
@@ -276,10 +276,11 @@ def find_share(comm: MPI.Intracomm, topology: Topology) -> Share:
     row = np.zeros(max(threads) + 1, dtype=np.uint8)
     row[list(threads)] = 1
     machine = proc.read("sys/kernel/random/boot_id").strip() or f"node {topology.nodes[topology.rank]}"
-    machines = all_gather_bytes(comm, machine.encode())
-    rows = all_gather_bytes(comm, np.packbits(row).tobytes())
-    near = [rank for rank in range(topology.size) if machines[rank] == machine.encode()]
-    allowed = [np.flatnonzero(np.unpackbits(np.frombuffer(rows[rank], dtype=np.uint8))).tolist() for rank in near]
+    name = machine.encode() + b"\0"
+    rows = all_gather_bytes(comm, name + np.packbits(row).tobytes())
+    near = [rank for rank in range(topology.size) if rows[rank].startswith(name)]
+    bits = [np.frombuffer(rows[rank], dtype=np.uint8, offset=len(name)) for rank in near]
+    allowed = [np.flatnonzero(np.unpackbits(each)).tolist() for each in bits]
     return share_of(near.index(topology.rank), allowed, siblings())
 
 

@@ -366,7 +366,7 @@ class Binding:
             scratch: Scratch areas of the plan.
             transfers: Copies to and from other processes, if there are any.
             local_places: This rank's side of each of these copies.
-            naps: Value of the attribute.
+            naps: True if waits nap, because ranks share cores (see `waiting`).
         """
         self.comm, self.layout, self.item, self.naps = comm, layout, layout.dtype.itemsize, naps
         self._scratch, self._addresses = scratch, {SOURCE: layout.source, TARGET: layout.target, INBOX: layout.inbox}

@@ -69,7 +69,7 @@ class ProgressEngine:
 
         Args:
             records: Returns the records of the operations that this rank may be in.
-            naps: Value of the attribute.
+            naps: True if waits for messages nap.
         """
         self._records, self.naps = records, naps
         self.receives: set[PendingReceive] = set()
