@@ -178,7 +178,7 @@ without_ptrace.forbid(without_ptrace.NUMBERS[platform.machine()])
 world = mt.init()
 check_all_sums(world, [world.arena(4_000_000)])
 binder = world.binder
-assert binder.neighbours() is None and binder.staging() is not None
+assert binder.neighbours() is None and binder.staging("a test") is not None
 """
 
 

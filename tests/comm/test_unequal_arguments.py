@@ -44,7 +44,7 @@ NUMEL = 300_000
 def test_mismatch_in_shared_memory_names_ranks_and_arguments(world, plain):
     odd, first, second = world.rank == world.size - 1, plain.arena(2 * NUMEL), plain.arena(2 * NUMEL)
     memory = torch.ones(3 * NUMEL)  # what lies behind a tensor is the caller's as well
-    last = world.size - 1
+    last, ways = world.size - 1, ("shared", "staged")  # the first call of staged allocates memory, collectively
 
     def text(call) -> str:
         message = agreed_message(world, call)
@@ -63,6 +63,8 @@ def test_mismatch_in_shared_memory_names_ranks_and_arguments(world, plain):
     assert f"reduce to rank {last}" in text(lambda: plain.reduce(memory[:NUMEL], last if odd else 0, "sum", "shared"))
     out = torch.empty(world.size * NUMEL)
     text(lambda: plain.all_gather(out, memory[:NUMEL], "shared") if odd else plain.all_reduce(memory[:NUMEL]))
+    message = text(lambda: plain.all_reduce(memory[: 2 * NUMEL if odd else NUMEL], "sum", ways[odd]))
+    assert "all_reduce of 600000 float32, sum, the first through shared memory" in message
 
     for arena in (first, second):
         arena.tensor.fill_(1.0)

@@ -26,7 +26,7 @@ from mpitrain.comm.memory.device import synchronize
 from mpitrain.comm.programs.program import Program, chunk_bounds, even_bounds
 from mpitrain.comm.programs.verify import Proofs
 from mpitrain.comm.runtime import agreement, executor
-from mpitrain.comm.runtime.agreement import LINE, ROW, Board, Call, Register, Signature, describe_call
+from mpitrain.comm.runtime.agreement import LINE, ROW, Board, Call, Register, Signature, describe_call, make_row
 from mpitrain.comm.runtime.compiling import Plan
 from mpitrain.comm.runtime.executor import Compiled, Layout, Reduction
 from mpitrain.comm.runtime.remote import Neighbours, probe
@@ -41,8 +41,6 @@ WINDOW = 8 << 20  # bytes of staging memory per rank
 _MIN_NBYTES_FOR_NAPS = 1 << 20  # waits for shorter messages are faster in MPI, even if ranks share cores
 NOTHING = Compiled(())
 _CPU = torch.device("cpu")
-
-
 T = TypeVar("T")
 
 _MAX_ENTRIES = 512  # largest number of entries in a cache
@@ -333,7 +331,9 @@ class Binder:
         The first call is collective. Ranks that call another operation than `description` instead get an error.
         """
         if self._staging is None:
-            self.with_signature(f"{description}, the first through shared memory", NOTHING, synchronizes=False)()
+            board, first = self.board(), f"{description}, the first through shared memory"
+            meet = board.make_meeting_call(make_row(0, first), [*sync_calls(self._board), self.meet])
+            self.with_signature(first, Compiled([meet], meets=True))()
             self._staging = self.allocate(WINDOW)
         return self._staging if self._staging.kind == "shared" else None
 
