@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 _BATCH = 4e-3  # seconds; short operations are repeated in one measurement until they take about this long
 _MOST = 200
 _ALWAYS = 3  # least number of repetitions, regardless of the budget
+_WARM_UPS = 2  # rounds before the measurements, in which operations are bound and pages touched
+# Further rounds, which find out how often short operations are repeated: ranks that share cores begin a series at
+# different times, by more than one short operation takes.
+_SERIES = 2
 
 
 @dataclass(frozen=True)
@@ -78,25 +82,24 @@ def measure_in_turns(
             only waits for what others begin.
     """
     began, all_of_them = time.perf_counter(), list(contenders.values())
-    once = [
-        durations(world, np.array(_round(world, all_of_them, [1] * len(all_of_them))), begins=begins) for _ in range(2)
-    ]
-    expected = np.minimum(*once)  # these rounds also warm up: operations are bound, pages touched
-    counts = [
-        1 if contender.single else int(np.clip(_BATCH / max(seconds, 1e-9), 1, _MOST))
-        for contender, seconds in zip(all_of_them, expected, strict=True)
-    ]
-    stamps: list[list[tuple[float, float]]] = []
+    counts, expected = np.ones(len(all_of_them), dtype=np.int64), np.full(len(all_of_them), math.inf)
+    single = [contender.single for contender in all_of_them]
+    for _ in range(_WARM_UPS if all(single) else _WARM_UPS + _SERIES):
+        stamps = np.array(_round(world, all_of_them, counts))
+        expected = np.minimum(expected, durations(world, stamps, begins=begins) / counts)
+        enough = np.clip(_BATCH / np.maximum(expected, 1e-9), 1, _MOST).astype(np.int64)
+        counts = np.where(single, 1, enough)
+    rounds: list[list[tuple[float, float]]] = []
     over = np.zeros(1, dtype=np.uint8)
-    while len(stamps) < min(repeats, _ALWAYS) or (len(stamps) < repeats and not over[0]):
-        stamps.append(_round(world, all_of_them, counts))
+    while len(rounds) < min(repeats, _ALWAYS) or (len(rounds) < repeats and not over[0]):
+        rounds.append(_round(world, all_of_them, counts))
         over[0] = time.perf_counter() - began > budget
         world.broadcast(over, 0)  # the ranks must stop together
-    seconds = durations(world, np.array(stamps), begins=begins) / counts
+    seconds = durations(world, np.array(rounds), begins=begins) / counts
     return {name: Times(seconds[:, turn].tolist()) for turn, name in enumerate(contenders)}
 
 
-def _round(world: Communicator, contenders: Sequence[Contender], counts: Sequence[int]) -> list[tuple[float, float]]:
+def _round(world: Communicator, contenders: Sequence[Contender], counts: Iterable[int]) -> list[tuple[float, float]]:
     """Return begin and end of each contender's turn, with `counts` calls each. Collective."""
     stamps, clock = [], time.perf_counter
     for contender, count in zip(contenders, counts, strict=True):

@@ -133,6 +133,19 @@ def test_contenders_take_turns_and_all_ranks_get_the_same_times(world):
     assert all(one == times_by_rank[0] for one in times_by_rank) and len(times_by_rank[0][0]) == 4
 
 
+@pytest.mark.ranks(2)
+def test_a_late_begin_does_not_shorten_the_series_of_a_short_operation(world):
+    calls: list[int] = []
+
+    def call() -> None:
+        if not calls:
+            time.sleep(2e-3)  # as ranks that share cores begin at different times
+        calls.append(1)
+
+    times = measure_in_turns(world, {"short": Contender(call, calls.clear)}, repeats=3)
+    assert len(calls) > 50 and times["short"].median < 1e-3
+
+
 # -- tuning --------------------------------------------------------------------------------------------------
 
 
