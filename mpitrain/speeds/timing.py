@@ -22,9 +22,9 @@ _BATCH = 4e-3  # seconds; short operations are repeated in one measurement until
 _MOST = 200
 _ALWAYS = 3  # least number of repetitions, regardless of the budget
 _WARM_UPS = 2  # rounds before the measurements, in which operations are bound and pages touched
-# Further rounds, which find out how often short operations are repeated: ranks that share cores begin a series at
-# different times, by more than one short operation takes.
-_SERIES = 2
+# Further rounds, in which short operations are called at least this number of times to find out how long one takes:
+# ranks that share cores begin at different times, by more than one operation lasts.
+_SERIES_ROUNDS, _SERIES, _SHORT = 2, 10, 2e-2  # rounds, calls, and seconds of a single call that counts as short
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,12 @@ def measure_in_turns(
             only waits for what others begin.
     """
     began, all_of_them = time.perf_counter(), list(contenders.values())
-    counts, expected = np.ones(len(all_of_them), dtype=np.int64), np.full(len(all_of_them), math.inf)
-    single = [contender.single for contender in all_of_them]
-    for _ in range(_WARM_UPS if all(single) else _WARM_UPS + _SERIES):
-        stamps = np.array(_round(world, all_of_them, counts))
-        expected = np.minimum(expected, durations(world, stamps, begins=begins) / counts)
+    single = np.array([contender.single for contender in all_of_them])
+    counts, expected = np.ones(len(single), dtype=np.int64), np.full(len(single), math.inf)
+    for least in [1] * _WARM_UPS + [_SERIES] * (0 if single.all() else _SERIES_ROUNDS):
+        tried = np.where(single | (expected > _SHORT), counts, np.maximum(counts, least))
+        stamps = np.array(_round(world, all_of_them, tried))
+        expected = np.minimum(expected, durations(world, stamps, begins=begins) / tried)
         enough = np.clip(_BATCH / np.maximum(expected, 1e-9), 1, _MOST).astype(np.int64)
         counts = np.where(single, 1, enough)
     rounds: list[list[tuple[float, float]]] = []
