@@ -32,7 +32,7 @@ from mpitrain.comm.tuning import Rule, Tuning, load_tuning, rules_from, rules_ke
 MEASURED_FROM = 1 << 13  # bytes of a vector; below, MPI's own algorithms win
 SIZES = tuple(MEASURED_FROM << 2 * i for i in range(7))  # bytes of a whole vector: 8 KiB to 32 MiB
 _SECONDS = 0.08  # for one size, once every algorithm has run; no larger size is measured if one round takes longer
-_MOST_ROUNDS, _LEAST_ROUNDS = 25, 2
+_MOST_ROUNDS, _LEAST_ROUNDS = 25, 4  # of two rounds, other programs may disturb both
 _MOVING = ("broadcast", "all_gather")  # operations that add nothing
 _BUILT_IN = {operation: tuple(table) for operation, table in TABLES.items()}  # without algorithms that users register
 
