@@ -22,9 +22,11 @@ _BATCH = 4e-3  # seconds; short operations are repeated in one measurement until
 _MOST = 200
 _ALWAYS = 3  # least number of repetitions, regardless of the budget
 _WARM_UPS = 2  # rounds before the measurements, in which operations are bound and pages touched
-# Further rounds, in which short operations are called at least this number of times to find out how long one takes:
-# ranks that share cores begin at different times, by more than one operation lasts.
-_SERIES_ROUNDS, _SERIES, _SHORT = 2, 10, 2e-2  # rounds, calls, and seconds of a single call that counts as short
+# Ranks that share cores begin at different times, by more than a short operation lasts. How long one takes is therefore
+# found out in further rounds, by series of calls.
+_SERIES_ROUNDS = 2
+_SERIES = 10  # least number of calls in such a series
+_SHORT = 2e-2  # seconds; operations that take longer are called once
 
 
 @dataclass(frozen=True)
