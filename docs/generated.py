@@ -52,6 +52,8 @@ PUBLIC = {  # pages' headings, and the modules whose public names are under them
     "Pipelines and tensor parallel layers": [
         "mpitrain.layout.mesh:Mesh,MeshAxis",
         "mpitrain.pipe.pipeline:Pipeline",
+        "mpitrain.pipe.executor:Upcoming",
+        "mpitrain.pipe.versions:WeightVersions",
         "mpitrain.pipe.schedule:Backward,BackwardInput,BackwardWeight,Compute,Forward,PipelineProgram,Receive,Schedule",
         "mpitrain.pipe.schedule:ScheduleError,Send,make_schedule",
         "mpitrain.tensor",
@@ -71,7 +73,10 @@ PUBLIC = {  # pages' headings, and the modules whose public names are under them
         "mpitrain.comm.programs.program",
         "mpitrain.comm.programs.verify:ProgramError,verify",
     ],
-    "Reading what a run has written": ["mpitrain.monitor:read_metrics"],
+    "Reading what a run has written": [
+        "mpitrain.monitor:read_metrics,read_goodput",
+        "mpitrain.monitor.report.goodput:Goodput",
+    ],
     "Errors": ["mpitrain.errors:MpitrainError,InputError,CommunicationError,CheckpointError,NothingLearned"],
 }
 

@@ -121,6 +121,10 @@ run_trainer() { # run_trainer ARGUMENTS...: sets code
         say "the launcher was ended after the last step" # by the ranks: it cannot end itself when it has lost a node
         code=0
     fi
+    case $code in
+    0 | 2 | 75) ;;
+    *) python -m mpitrain.doctor --killed "$run" || true ;; # explains a kill because memory was full
+    esac
 }
 
 verdict() { # what the trainer's exit code means

@@ -61,7 +61,7 @@ install() { # install ARGUMENTS...: with pip, which knows where this site's pack
     if [ ! -w "${HOME:-/nonexistent}" ]; then
         options+=(--no-cache-dir)
     fi
-    watched "$venv/bin/python" -m pip install "${options[@]}" "$@"
+    watched "$venv/bin/python" -m pip install --no-compile "${options[@]}" "$@"
 }
 
 offered() { # offered VERSION: whether pip finds this very version of torch, without downloading anything
@@ -131,6 +131,10 @@ if [ "$(stamp)" != "$(cat "$venv/mpitrain-installed" 2>/dev/null)" ]; then
     "$venv/bin/python" -m pip uninstall -q -y $other 2>/dev/null || true # both would own bin/mpirun
     install -e "$root[$extras]"
     install --force-reinstall --no-deps "$mpi"
-    "$venv/bin/python" -m compileall -q "$root/mpitrain" || true # once instead of by each rank; not where it is read-only
+    # what every rank imports, once instead of by each rank, and on all cores, which pip does not use; the rest is
+    # compiled when somebody first imports it; torch has files that are no Python 3
+    site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    watched "$venv/bin/python" -m compileall -qq -j 0 "$site"/{torch,numpy,sympy,mpmath,h5py,mpi4py,pydantic,rich} \
+        "$root/mpitrain" || true
     stamp >"$venv/mpitrain-installed"
 fi

@@ -22,6 +22,7 @@ Rates = Literal[Decay, Cycle]
 Augmentation = Literal["crop", "flip"]  # data.on_device
 NoDecay = Literal["vectors", "embeddings", "nothing"]  # trainer.optimizing
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]  # pipe.schedule
+DelayedSchedule = Literal["2bw"]  # pipe.schedule; gradients are of weights that are one step old
 Mode = Literal["sync", "server", "local"]  # trainer.trainer
 Outer = Literal["average", "nesterov"]  # loose.averaging
 AllReduce = Literal["mpi", "ring", "tree", "halving", "shared", "staged", "two_level"]  # comm.collectives

@@ -2,6 +2,7 @@
 `python -m mpitrain.doctor --check`: test whether every collective gives correct results on this machine.
 `python -m mpitrain.doctor --tune`: find the fastest algorithms for this machine, and store them for later jobs.
 `python -m mpitrain.doctor --clean [--dry-run]`: remove files that MPI left on this machine when jobs were killed.
+`python -m mpitrain.doctor --killed RUN`: say whether the kernel killed the last job of a run because memory was full.
 
 The exit code is 1 if a problem would stop a job, and 0 otherwise.
 """
@@ -34,6 +35,10 @@ if __name__ == "__main__":  # before the other imports, which start MPI; --clean
         from mpitrain.comm.job.cleanup import clean
         from mpitrain.errors import exit_code_of
 
+        if sys.argv[1] == "--killed":
+            from mpitrain.planner import out_of_memory
+
+            sys.exit(exit_code_of(lambda: out_of_memory.main(sys.argv[2:])))
         sys.exit(exit_code_of(lambda: clean(sys.argv[1:])))
 
 import h5py

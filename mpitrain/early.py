@@ -134,6 +134,36 @@ def read_arguments(read: Callable[[], T]) -> T | None:
         raise SystemExit(error.exit_code) from None
 
 
+def rehearsal_parser() -> Parser:
+    """Return the parser of the options with which `mpitrain.train` only rehearses the job."""
+    parser = Parser("train", usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
+    add = parser.add_argument
+    add("--dry-run", action="store_true", help="take some steps on made-up samples, show memory and time")
+    add("--as-rank", type=int, metavar="R", help="--dry-run of rank R alone, in one process, for a job of --ranks N")
+    add("--ranks", type=positive_integer, metavar="N", help="ranks of that job")
+    add("--ranks-per-node", type=positive_integer, default=0, metavar="N", help="ranks on a node [one per core here]")
+    add("--memory", metavar="SIZE", help="memory that a rank may use, such as 32GiB [its share of this node's]")
+    return parser
+
+
+def rehearsal_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of a rehearsal, and the other arguments.
+
+    Args:
+        arguments: Arguments of the command line.
+
+    Raises:
+        InputError: An option is malformed, or lacks the one that it belongs to.
+    """
+    options, rest = rehearsal_parser().parse_known_args(list(arguments))
+    if (options.as_rank is None) != (options.ranks is None):
+        raise refusal("--as-rank R and --ranks N belong together; give both")
+    options.dry_run = options.dry_run or options.as_rank is not None
+    if not options.dry_run and (options.memory or options.ranks_per_node):
+        raise refusal("--memory and --ranks-per-node are for a rehearsal; add --dry-run")
+    return options, rest
+
+
 def report_errors(line_for: Callable[[BaseException], str | None]) -> None:
     """Report an uncaught error by one line of the first rank, and exit.
 

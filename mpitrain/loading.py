@@ -23,7 +23,7 @@ from torch import nn
 
 from mpitrain.checkpoint import Manifest, Part, TensorSpec, contents
 from mpitrain.checkpoint.folders import find, marked_best, require
-from mpitrain.checkpoint.manifest import DTYPES, MODEL, source_of
+from mpitrain.checkpoint.manifest import DTYPES, MODEL, source_of, trained_source
 from mpitrain.config.named import require_outside
 from mpitrain.config.settings import Config
 from mpitrain.config.training import ModelSection
@@ -378,7 +378,7 @@ def fill(module: nn.Module, folder: Path, manifest: Manifest) -> None:
         tuple[torch.Tensor, torch.Tensor]
     ] = []  # tensors that cannot be read into directly, and the tensors that are read instead
     for name, tensor in _tensors_to_load(module, manifest):
-        source = source_of(manifest, MODEL + name, tensor.dtype)
+        source = source_of(manifest, trained_source(manifest, name), tensor.dtype)
         spec = manifest.tensors.get(source)
         stored = DTYPES[spec.dtype] if spec is not None else tensor.dtype
         castable = stored.is_floating_point and tensor.dtype.is_floating_point

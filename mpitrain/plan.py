@@ -31,25 +31,29 @@ from mpitrain.storage.disk import reporting, write_whole
 CONFIGURED = "config"  # value of --explain for the configuration's own layout
 MACHINE = "machine.toml"  # default file of a profile written by --measure
 MEASURE = "--measure"
+FIND = ("--find-batch", "--find-bucket")  # options of `measuring.find`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: Arguments; None for those of the process. With --measure, the others are those of `measuring.machine`.
+        argv: Arguments; None for those of the process. With --measure, the others are those of `measuring.machine`;
+            with --find-batch or --find-bucket, all are those of `measuring.find`.
 
     Returns:
         Exit code, which is 2 for wrong input and if no layout fits.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if MEASURE not in arguments:
+    if MEASURE not in arguments and not {*FIND} & {*arguments}:
         return exit_code_of(lambda: _plan(arguments))
     from mpitrain.measuring import self_start
 
     def measure() -> int:
-        from mpitrain.measuring import machine  # loads MPI
+        from mpitrain.measuring import find, machine  # they load MPI
 
+        if MEASURE not in arguments:
+            return find.main(arguments)
         return machine.main([each for each in arguments if each != MEASURE])
 
     return self_start.run_command(measure)
@@ -84,14 +88,15 @@ def _plan(argv: Sequence[str]) -> int:
         return EXIT_DONE
     predictor = Predictor(model, machine, nodes, each, options.memory, bucket_mb=config.comm.bucket_mb)
     if options.explain:
-        chosen = explained or layouts.layout_of(config, nodes * each, model.blocks(1))
+        chosen = explained or layouts.layout_of(config, nodes * each, model.blocks(1), predictor.slowness)
         text = details(predictor.predict(chosen), predictor.room())  # raises InputError if it is impossible
         if (excess := excess_of(predictor, chosen)) is not None:
             text += f"\n\ndoes not fit:\n{excess_text([excess])}"
         print(text)
     else:
         plan = best(predictor, rules, options.top, seconds=options.seconds)
-        print(report(plan, f"{nodes * each:,} ranks on {nodes:,} x {machine.name} ({machine.origin})"))
+        speeds = f" at speeds {', '.join(f'{speed:g}' for speed in machine.speeds)}" if machine.speeds else ""
+        print(report(plan, f"{nodes * each:,} ranks on {nodes:,} x {machine.name}{speeds} ({machine.origin})"))
         if not plan.predictions:
             raise refusal(f"{nothing_fits(plan)}; use more nodes or a smaller model")
         chosen = plan.predictions[0].layout
@@ -167,7 +172,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         "plan",
         usage="%(prog)s [CONFIG.toml] [--section.key value]... --nodes N --ranks-per-node N [options]\n"
-        "       %(prog)s --measure [--help]: measure the speeds of this machine",
+        "       %(prog)s --measure [--help]: measure the speeds of this machine\n"
+        "       %(prog)s [CONFIG.toml] [--section.key value]... --find-batch | --find-bucket [--help]",
         description="Find the fastest layouts for a number of nodes, and predict their step time and memory.",
         epilog=f"layouts:\n{notes}\nkeys of the configuration: python -m mpitrain.train --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support import RANK, in_slice, require_pretend
+from support import PATIENCE, RANK, ROOT, in_slice, require_pretend
 
 from mpitrain.early import without_collecting
 
@@ -27,25 +28,48 @@ if TYPE_CHECKING:
 RANKS = int(os.environ.get("MPITRAIN_TEST_RANKS", "0"))  # 0: serial
 LABEL = os.environ.get("MPITRAIN_TEST_LABEL", "")
 FOLDER = Path(os.environ.get("MPITRAIN_TESTS", ".tests"))
-OPERATION_TIMEOUT = 60.0  # seconds
+OPERATION_TIMEOUT = 60.0 * PATIENCE  # seconds
 _FAILURE = pytest.StashKey[str]()
 ON_PRETEND = (2, 3)  # sizes at which tests on the simulated accelerator run, if they run at one of these
+
+
+class PatientProcess(subprocess.Popen):
+    """A process that is waited for longer on slow machines."""
+
+    def communicate(self, input=None, timeout=None):
+        return super().communicate(input, timeout and timeout * PATIENCE)
+
+    def wait(self, timeout=None):
+        return super().wait(timeout and timeout * PATIENCE)
+
+
+subprocess.Popen = PatientProcess  # also for subprocess.run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--campaign", action="store_true", help="run the long tests (kills, clusters)")
     parser.addoption("--full", action="store_true", help="run the long tests at full length")
     parser.addoption("--slice", metavar="K/N", help="run the K-th of N parts of the tests marked full, K from 0")
+    parser.addoption("--part", metavar="K/N", help="run only the K-th of N parts of the files, K from 0")
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Skip importing files that have no test of this world size: with many ranks, imports take long."""
-    if not RANKS or not collection_path.name.startswith("test_"):
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip importing files of other parts, or without a test of this world size: with many ranks, imports take long."""
+    if not collection_path.name.startswith("test_"):
+        return None
+    if not _is_in_part(config, collection_path):
+        return True
+    if not RANKS:
         return None
     marks = re.findall(r"\bmark\.ranks\(([^)]*)\)", collection_path.read_text(encoding="utf-8"))
     numbers = [[part.strip() for part in mark.split(",")] for mark in marks]
     is_numeric = all(part.isdigit() for parts in numbers for part in parts if part)
     return True if is_numeric and not any(str(RANKS) in parts for parts in numbers) else None
+
+
+def _is_in_part(config: pytest.Config, path: Path) -> bool:
+    part = config.getoption("--part")
+    return not part or in_slice(str(path.relative_to(ROOT)), part)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -74,12 +98,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         only_full = item.get_closest_marker("full") is not None
         is_long = only_full or item.get_closest_marker("campaign") is not None
         requested = (only_full and in_slice(item.nodeid, part)) if part else is_long == long and (full or not only_full)
+        requested = requested and _is_in_part(config, item.path)  # a file named on the command line is never ignored
         if requested and long and sizes is not None:
             elsewhere.update(sizes.args)
         (selected if requested and here else dropped).append(item)
     if elsewhere and not RANKS and LABEL:
         (FOLDER / f"long-sizes-{LABEL}").write_text("".join(f"{size}\n" for size in sorted(elsewhere)))
     items[:] = selected
+    for item in selected if PATIENCE > 1 else ():
+        own = item.get_closest_marker("timeout")
+        seconds = float(own.args[0] if own is not None else config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(seconds * PATIENCE), append=False)
     config.hook.pytest_deselected(items=dropped)
 
 

@@ -2,10 +2,11 @@
 # Runs the whole suite: lint and types; the rank tests under mpirun at 1, 2, 3, 4 and 8 ranks (and those that depend on
 # the MPI under the other MPI, too); and the serial tests, which start mpirun themselves. The serial tests run in two
 # halves at the same time, because they spend much of their time waiting.
-#   tests/run.sh [--campaign | --full | --slice K/N] [--sizes "2 3"] [--no-serial] [PYTEST ARGUMENTS...]
-#   --campaign     only the long tests: kills, clusters; one of each kind, for CI has an hour for everything
+#   tests/run.sh [--campaign | --full | --slice K/N] [--part K/N] [--sizes "2 3"] [--no-serial] [PYTEST ARGUMENTS...]
+#   --campaign     only the long tests: kills, clusters; one of each kind
 #   --full         the long tests in all their cases: hours, for people
 #   --slice K/N    the K-th of N parts of the tests that --full adds, K from 0; what CI runs one of for each commit
+#   --part K/N     of everything selected, only the K-th of N parts of the files, K from 0
 #   tests/run.sh --sizes 3 --no-serial tests/comm/test_operations.py      one file at 3 ranks
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -13,8 +14,9 @@ cd "$root"
 long= options=() sizes="1 2 3 4 8" serial=yes
 while [ $# -gt 0 ]; do
     case $1 in
-    --campaign | --full) long=${1#--} options=("$1") sizes= ;;
-    --slice) long="slice $2" options=("$1" "$2") sizes= && shift ;;
+    --campaign | --full) long=${1#--} options+=("$1") sizes= ;;
+    --slice) long="slice $2" options+=("$1" "$2") sizes= && shift ;;
+    --part) options+=("$1" "$2") && shift ;;
     --sizes) sizes=$2 && shift ;;
     --no-serial) serial= ;;
     *) break ;;
@@ -33,12 +35,24 @@ rm -rf "$MPITRAIN_TESTS" && mkdir -p "$MPITRAIN_TESTS"
 failed=0
 without=(-p no:hypothesispytest -p no:anyio) # on ranks: the first imports all of Hypothesis at the end, used or not
 
+python=python
+fork_ranks() { # from now on, ranks are forked from a process that has imported torch; it ends with this script
+    exec 9> >(exec python tests/warm.py >"$MPITRAIN_TESTS/forked-python" 2>"$MPITRAIN_TESTS/forked-python.log")
+    for _ in $(seq 600); do
+        sleep 0.1
+        if [ -s "$MPITRAIN_TESTS/forked-python" ]; then
+            python=$(cat "$MPITRAIN_TESTS/forked-python")
+            return
+        fi
+    done
+}
+
 at_ranks() { # at_ranks SIZE LABEL COMMAND...: the tests marked for SIZE ranks, started by COMMAND
     local size=$1 label=$2 said=$MPITRAIN_TESTS/$2-$1
     shift 2
     echo "== $size rank(s), $label"
-    MPITRAIN_TEST_RANKS=$size MPITRAIN_TEST_LABEL=$label timeout -k 10 1200 "$@" -n "$size" \
-        tests/rank.sh python -m pytest -q --color=no --capture=sys "${without[@]}" --only-mpi ${options[@]+"${options[@]}"} "${targets[@]}" \
+    MPITRAIN_TEST_RANKS=$size MPITRAIN_TEST_LABEL=$label timeout -k 10 3600 "$@" -n "$size" \
+        tests/rank.sh "$python" -m pytest -q --color=no --capture=sys "${without[@]}" --only-mpi ${options[@]+"${options[@]}"} "${targets[@]}" \
         > >(tee "$said-rank-0.log") 2>&1
     local code=$?
     if [ $code -ne 0 ] && [ $code -ne 5 ]; then # 5: no test for this size
@@ -85,6 +99,7 @@ if [ -z "$long" ] && [ -n "$all" ]; then
     } >"$MPITRAIN_TESTS/lint.log" 2>&1 &
     linting=$!
 fi
+[ "$mpi" != openmpi ] || [ -z "$sizes" ] || fork_ranks
 for size in $sizes; do
     [ "$size" = 1 ] || built # one rank takes one core, and leaves the other to these two
     at_ranks "$size" "$mpi" "${MPIRUN[@]}"
@@ -99,7 +114,7 @@ if [ "$mpi" = openmpi ] && [ "$sizes" = "1 2 3 4 8" ]; then
     # the tests that call MPI, at one size, with the other MPI: its environment borrows everything else from .venv
     (
         tests/second_mpi.sh mpich || exit 1
-        PATH=$root/.venv-mpich/bin:$PATH
+        PATH=$root/.venv-mpich/bin:$PATH python=python
         if [ -n "$all" ]; then
             targets=(tests/comm --ignore=tests/comm/test_compression.py --ignore=tests/comm/test_block_compression.py
                 tests/checkpoint/test_{background_saves,reading_together}.py tests/commands

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mpitrain.config.settings import Config
 
 ROOT = Path(__file__).resolve().parents[1]
+PATIENCE = int(os.environ.get("MPITRAIN_TEST_PATIENCE", "1"))  # multiplies time limits, for slow machines
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
 MACHINE = """
 # a machine profile that needs no measuring
@@ -176,7 +177,34 @@ def fill(ballast: Path, free: int = 0) -> None:
         file.truncate(max(0, file.tell() - free))
 
 
-def in_slice(nodeid: str, part: str) -> bool:
-    """Return whether a test belongs to part "K/N" of all tests: the same part in every process and on every machine."""
+def in_slice(name: str, part: str) -> bool:
+    """Return whether a test or file belongs to part "K/N" of all: the same in every process and on every machine."""
     number, parts = map(int, part.split("/"))
-    return zlib.crc32(nodeid.encode()) % parts == number
+    return zlib.crc32(name.encode()) % parts == number
+
+
+@contextmanager
+def memory_cgroup(nbytes: int) -> Iterator[list[str]]:
+    """Make a cgroup inside this process' own that limits memory, and return the start of a command that runs in it.
+
+    Skips the test where that is not allowed.
+    """
+    import pytest
+
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    own = next((path for _, controllers, path in lines if "memory" in controllers.split(",")), None)
+    top, limit = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+    if own is None:
+        own, top, limit = lines[-1][2], Path("/sys/fs/cgroup"), "memory.max"
+    folder = top / own.strip("/") / f"mpitrain-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("making a cgroup needs root")
+    try:
+        (folder / limit).write_text(str(nbytes))
+        yield ["sh", "-c", f'echo $$ > {folder}/cgroup.procs && exec "$0" "$@"']
+    except PermissionError:
+        pytest.skip("this cgroup cannot limit memory")
+    finally:
+        folder.rmdir()

@@ -19,7 +19,7 @@ from mpitrain.errors import InputError
 from mpitrain.layers.precision import DTYPES
 from mpitrain.models.build import MODELS
 from mpitrain.models.resnet import STAGES
-from mpitrain.pipe.schedule import SCHEDULES
+from mpitrain.pipe.schedule import DELAYED, SCHEDULES
 from mpitrain.trainer.trainer import STRATEGIES
 
 
@@ -27,6 +27,7 @@ def test_every_model_depth_schedule_and_precision_is_implemented():
     assert list(MODELS) == list(get_args(choices.Model))
     assert tuple(STAGES) == choices.RESNET_LAYERS
     assert list(SCHEDULES) == list(get_args(choices.PipelineSchedule))
+    assert list(DELAYED) == list(get_args(choices.DelayedSchedule))
     assert list(DTYPES) == list(get_args(choices.Precision))
 
 

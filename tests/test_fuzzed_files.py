@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fuzzed_files import KINDS, FileKind, damaged
-from support import little_memory
+from support import PATIENCE, little_memory
 
 from mpitrain.config import deepspeed
 from mpitrain.config.settings import Config
@@ -29,7 +29,7 @@ from mpitrain.monitor.run_files import summary
 from mpitrain.monitor.watched import WatchedRun
 from mpitrain.storage.disk import read_plain
 
-SECONDS, MEMORY = 2, 512 << 20
+SECONDS, MEMORY = 2 * PATIENCE, 512 << 20
 SEED = 27
 
 

@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import support
-from support import ROOT, clean_environment, launcher
+from support import PATIENCE, ROOT, clean_environment, launcher
 
 from mpitrain.early import without_collecting
 
@@ -68,7 +68,7 @@ class Warm:
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull) as nothing:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as place:
                 place.connect(self._place)
-                request = [words, str(cwd or Path.cwd()), clean_environment(**environment), timeout, [], []]
+                request = [words, str(cwd or Path.cwd()), clean_environment(**environment), timeout * PATIENCE, [], []]
                 socket.send_fds(place, [json.dumps(request).encode()], [nothing.fileno(), out.fileno(), err.fileno()])
                 place.recv(64)  # its number
                 code = int(place.recv(64))
@@ -157,6 +157,7 @@ def _become(
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # found already, in another environment
+    del sys.modules["support"]  # which read the rank there
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     sys.executable = environment.get("WARM_PYTHON", sys.executable)
@@ -185,6 +186,7 @@ def _become(
 def _import_packages() -> None:
     import h5py  # noqa: F401
     import pydantic  # noqa: F401
+    import pytest  # noqa: F401
     import torch._dynamo  # noqa: F401 - which some optimizers import
 
     import mpitrain.checkpoint
@@ -246,5 +248,9 @@ def _answer(asking: socket.socket, number: int) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) == 1:  # for a shell, which reads the path of the Python that is forked, and closes this input
+        print(shared().python, flush=True)
+        sys.stdin.read()
+        sys.exit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -26,7 +26,7 @@ from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.commit import finish_folder
 from mpitrain.checkpoint.contents import complete_manifest, load_tensor
 from mpitrain.checkpoint.files import Part, bytes_of, make_structure, make_view, write_parts
-from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, Shape, Size, TensorSpec, Values
+from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, Shape, Size, TensorSpec, Values, trained_source
 from mpitrain.errors import InputError, first_problem, refusing
 from mpitrain.layout.boxes import Piece
 from mpitrain.storage.disk import begin_folder, from_json, open_plain, replacing, reporting, require_new, temporary_name
@@ -55,7 +55,8 @@ def export(folder: Path, out: Path) -> int:
     """
     require_new(out)
     manifest = complete_manifest(folder)
-    sources = {name.removeprefix(MODEL): name for name in manifest.tensors if name.startswith(MODEL)}
+    names = [name.removeprefix(MODEL) for name in manifest.tensors if name.startswith(MODEL)]
+    sources = {name: trained_source(manifest, name) for name in names}
     if not sources:
         raise InputError(f"{folder} contains no model; give a checkpoint of a training run")
     ties = {alias: sources[name] for alias, name in manifest.values.get("tied", {}).items() if name in sources}

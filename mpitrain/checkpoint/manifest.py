@@ -38,6 +38,8 @@ from mpitrain.storage.disk import from_json, read_plain, write_durably
 MANIFEST = "manifest.json"
 MODEL = "model/"  # prefix of the names of parameters and buffers
 MASTER = "master/"  # prefix of the optimizer's fp32 copies in 16-bit training
+AVERAGE = "average/"  # prefix of the averages of parameters and buffers over several steps
+PREVIOUS = "previous/"  # prefix of the parameters before the last step, for parallel.schedule 2bw
 NON_FINITE_SINCE = "fruitless_since"  # key of a value: step since which nothing was learned, 0 if training was learning
 HASHED = 4 << 20  # bytes covered by one hash
 _LARGEST = 1 << 30  # largest manifest in bytes, enough for millions of pieces
@@ -154,6 +156,7 @@ def source_of(manifest: Manifest, name: str, dtype: torch.dtype) -> str:
     """Return the name of the saved tensor from which to fill a model tensor or its fp32 copy.
 
     For fp32 this is the saved fp32 copy if the checkpoint has one, else the parameter. The checkpoint may have neither.
+    A checkpoint without the parameters before the last step has the parameters.
 
     Args:
         manifest: Contents of the checkpoint.
@@ -161,9 +164,21 @@ def source_of(manifest: Manifest, name: str, dtype: torch.dtype) -> str:
         dtype: Dtype of the tensor to fill.
     """
     kind, _, rest = name.partition("/")
+    if kind + "/" == PREVIOUS and name not in manifest.tensors:
+        kind, name = MODEL.rstrip("/"), MODEL + rest
     if dtype == torch.float32 and kind + "/" in (MODEL, MASTER):
         return MASTER + rest if MASTER + rest in manifest.tensors else MODEL + rest
     return name
+
+
+def trained_source(manifest: Manifest, name: str) -> str:
+    """Return the name of the saved tensor that a model uses after training: an average if there is one.
+
+    Args:
+        manifest: Contents of the checkpoint.
+        name: Name of a parameter or buffer, without prefix.
+    """
+    return AVERAGE + name if AVERAGE + name in manifest.tensors else MODEL + name
 
 
 def grouped(extents: Iterable[Extent], key: Callable[[Extent], str]) -> dict[str, list[Extent]]:

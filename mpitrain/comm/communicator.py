@@ -60,6 +60,7 @@ class Communicator(PointToPoint):
     """
 
     probe, channel = ALL_REDUCE, Channel
+    played = False  # true if the other ranks do not exist, see `mpitrain.comm.rehearsal`
 
     def __init__(self, comm: MPI.Intracomm, topology: Topology, process: ProcessServices, label: str) -> None:
         super().__init__(comm, topology, process, label)

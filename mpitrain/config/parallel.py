@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 from annotated_types import Ge
 from pydantic import BeforeValidator, model_validator
 
-from mpitrain.choices import AllReduce, Compression, DeviceWay, Mode, Outer, PipelineSchedule, one_of
+from mpitrain.choices import AllReduce, Compression, DelayedSchedule, DeviceWay, Mode, Outer, PipelineSchedule, one_of
 from mpitrain.config.section import Named, Section, declared, followed, followed_apart, followed_folder, setting
 
 _of_server = partial(setting, mode="server")
@@ -68,13 +68,21 @@ class ParallelSection(Section):
         "zero 3 without share_node: free the parameters of a block between forward and backward",
         also=["reshard_after_forward"],
     )
-    schedule: PipelineSchedule | Named = followed(
-        "1f1b", "pipeline schedule, or package.module:function of your own", also=["pipeline_schedule"]
+    schedule: PipelineSchedule | DelayedSchedule | Named = followed(
+        "1f1b",
+        "pipeline schedule, 2bw (not exact: gradients of weights that are one step old), or package.module:function "
+        "of your own",
+        also=["pipeline_schedule"],
     )
     cut: Annotated[_Cut | tuple[int, ...], BeforeValidator(_check_cut)] = followed(
         "uniform",
         "quantity that is balanced between stages (uniform: number of blocks), or the number of blocks of "
         "each stage, such as [5, 7]",
+    )
+    shares: Literal["equal", "time"] = setting(
+        "equal",
+        "samples of each batch on a data-parallel rank: equal numbers, or numbers in proportion to its measured speed",
+        mode="sync",
     )
     slices: int = followed(1, "parts of each sequence that pass through the pipeline one by one", ge=1)
     sequence: bool = followed(
@@ -167,6 +175,13 @@ class CommSection(Section):
         "gradient bucket size in MiB; at most 4 with parallel.zero 2 or 3 on one node without spare cores",
         gt=0.0,
         also=["bucket_cap_mb"],
+    )
+    rings: int = followed(
+        1,
+        "communicators, each with a thread, that buckets use in turn where cores are spare: the next bucket is sent "
+        "while one waits for the network",
+        ge=1,
+        also=["round_robin"],
     )
     compression: Literal["none", Compression] = followed("none", "compression of the gradients that ranks send")
     parameter_compression: Literal["none", "int8"] = followed(

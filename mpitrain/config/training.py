@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
+from annotated_types import Ge
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from mpitrain import choices
 from mpitrain.config.batch_sizes import BatchSizes, Stages, check_warmup
 from mpitrain.config.named import suggestion
 from mpitrain.config.preset import with_base, with_preset
-from mpitrain.config.section import ClassName, Named, Section, followed, followed_apart, for_optimizer, setting
+from mpitrain.config.section import (
+    ClassName,
+    Named,
+    Section,
+    followed,
+    followed_apart,
+    followed_folder,
+    for_optimizer,
+    setting,
+)
 
 _Metric = choices.Measured | choices.OfClasses
+_Tiles = Annotated[int, Ge(1)]
 _Weight = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 # keys of [train]: (key, the key that it replaces, the quantity that both set)
 EXCLUSIVE = (
@@ -139,8 +151,22 @@ class ModelSection(Section):
         also=["context"],
     )
     dropout: float = setting(0.0, "dropout probability (gpt, mlp)", ge=0.0, lt=1.0)
+    layer_drop: float = setting(
+        0.0,
+        "probability with which a step leaves out the last block; it grows linearly from the first block to the last "
+        "(gpt, or your own model whose blocks add to their input)",
+        ge=0.0,
+        lt=1.0,
+        also=["drop_path", "stochastic_depth", "layerdrop"],
+    )
     compile: bool = followed(
         False, "compile the model's blocks with torch.compile; the first steps take longer", alias=["torch_compile"]
+    )
+    tiled: dict[str, tuple[_Tiles, _Tiles]] = setting(
+        {},
+        'linear layers that are computed in tiles, which parallel.zero 3 gathers one by one: {"*.mlp.up" = [1, 4]} for '
+        "1 tile along the inputs and 4 along the outputs",
+        also=["tiled_linear", "memory_centric_tiling"],
     )
     options: dict[str, Any] = setting(
         {}, "keyword arguments for model.factory, or values that replace those in the config.json of an hf: model"
@@ -181,6 +207,8 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _check_model(self) -> ModelSection:
+        if self.tiled and self.lora:
+            raise ValueError("model.tiled cannot be combined with model.lora, whose layers stay whole; remove one")
         if self.base and not self.lora:
             raise ValueError(
                 f"model.base {self.base} needs adapters, but model.lora is 0; set model.lora, or, to train all "
@@ -216,6 +244,28 @@ def _check_metrics(names: Any) -> Any:
             hint = suggestion(name, known, f"choose {', '.join(known)}, or package.module:function")
             raise ValueError(f"train.metrics: unknown metric {name!r}; {hint}")
     return names
+
+
+def recomputes_stages(train: Any) -> bool:
+    """Return whether the stages of a pipeline are recomputed as a whole, not in segments.
+
+    Args:
+        train: The settings [train], or an object with those about activations.
+    """
+    return train.recompute is True and not (train.offload_activations or train.partition_activations)
+
+
+def _check_recompute(value: Any) -> Any:
+    if isinstance(value, str):
+        value = {"true": True, "false": False}.get(value, value)
+    if value in ([], ()):
+        return False
+    if isinstance(value, str) and not re.fullmatch(r"selective|every [1-9]\d*", value):
+        raise ValueError(
+            f'train.recompute {value!r} is unknown; set it to true, false, "selective", "every 4" for one segment of 4 '
+            "blocks, or a list of blocks such as [0, 2]"
+        )
+    return value
 
 
 class TrainSection(Section):
@@ -268,11 +318,34 @@ class TrainSection(Section):
         ge=0.0,
         alias=["grad_clip", "gradient_clipping", "gradient_clip_val", "max_grad_norm", "clip_grad"],
     )
-    recompute: bool = followed(
+    recompute: Annotated[bool | str | tuple[Annotated[int, Ge(0)], ...], BeforeValidator(_check_recompute)] = followed(
         False,
-        "recompute block activations in backward instead of keeping them",
+        "recompute block activations in backward instead of keeping them; selective: but keep the outputs of matrix "
+        'products and attention; "every 4": keep the input of every fourth block only; [0, 2]: recompute these blocks',
         alias=["activation_checkpointing", "gradient_checkpointing"],
     )
+    offload_activations: str = followed_folder(
+        "",
+        "store activations, or the kept inputs of recomputed blocks, until backward in `host` memory, or in "
+        "memory-mapped files in the folder PATH",
+        also=["cpu_checkpointing", "activation_offload", "activation_offloading", "cpu_offload_activations"],
+    )
+    partition_activations: bool = followed(
+        False, "with parallel.tensor: divide the kept inputs of recomputed blocks over the tensor ranks"
+    )
+    average: Literal["none", "ema", "swa"] = setting(
+        "none",
+        "weights averaged over steps, with which the model is evaluated and used after training: ema (exponential "
+        "moving average) or swa (equal weights)",
+        off="none",
+        decisive=True,
+        also=["ema", "swa", "use_ema", "weight_averaging"],
+    )
+    average_decay: float = setting(
+        0.999, "part of the average that each update keeps (ema)", ge=0.0, lt=1.0, alias=["ema_decay"]
+    )
+    average_start: int = setting(0, "first steps whose weights are not averaged", ge=0, alias=["swa_start"])
+    average_every: int = setting(1, "steps between weights that are averaged", ge=1)
     evaluate_every: int = setting(
         100,
         "steps between evaluations on held-out data; 0: only at the end",

@@ -411,7 +411,7 @@ def _local_blocks(module: nn.Module, mesh: Mesh | None, listed: bool) -> Blocks:
     if not listed and mesh.stages.size == 1:
         return [("", part.module)]
     blocks = listed_blocks(part.module)
-    bounds = stage_bounds(blocks, mesh.stages.size, costs=parameter_costs(blocks))
+    bounds = stage_bounds(blocks, mesh.stages.size, costs=[parameter_costs(blocks)] * mesh.stages.size)
     return blocks[bounds[mesh.stages.rank] : bounds[mesh.stages.rank + 1]]
 
 

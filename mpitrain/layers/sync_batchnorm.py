@@ -7,6 +7,8 @@ forward and backward pass.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,6 +95,24 @@ class SyncBatchNorm(_BatchNorm):
         unbiased = variance * (count / (count - 1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
+
+
+@contextmanager
+def pause_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let BatchNorms leave their running statistics as they are in the `with` block, which computes a batch again.
+
+    Args:
+        modules: Modules with BatchNorms in them.
+    """
+    norms = [m for module in modules for m in module.modules() if isinstance(m, _BatchNorm)]
+    statistics = [(norm, norm._buffers.copy()) for norm in norms]
+    for norm in norms:  # copies take the updates; autograd saves the same tensors as before
+        norm._buffers.update({name: t if t is None else t.clone() for name, t in norm._buffers.items()})
+    try:
+        yield
+    finally:
+        for norm, buffers in statistics:
+            norm._buffers.update(buffers)
 
 
 _Sums = dict[tuple[int, torch.device], torch.Tensor]  # buffers of one layer, kept at their addresses

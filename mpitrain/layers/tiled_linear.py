@@ -65,12 +65,14 @@ class TiledLinear(nn.Module):
             out_tiles: Number of tiles along the outputs.
         """
         width, height = linear.in_features, linear.out_features
-        layer = TiledLinear(width, height, linear.bias is not None, in_tiles=in_tiles, out_tiles=out_tiles)
+        with torch.random.fork_rng(devices=[]):  # the first values of the tiles are not used
+            layer = TiledLinear(width, height, linear.bias is not None, in_tiles=in_tiles, out_tiles=out_tiles)
+        layer.to(linear.weight.device, linear.weight.dtype).train(linear.training)
         places = product(pairwise(split(height, out_tiles)), pairwise(split(width, in_tiles)))
         with torch.no_grad():
             for tile, ((top, bottom), (left, right)) in zip(layer.tiles, places, strict=True):
                 assert isinstance(tile, nn.Linear)
-                tile.weight.copy_(linear.weight[top:bottom, left:right])
+                tile.weight.copy_(linear.weight[top:bottom, left:right]).requires_grad_(linear.weight.requires_grad)
                 if tile.bias is not None:
                     tile.bias.copy_(linear.bias[top:bottom])
         return layer

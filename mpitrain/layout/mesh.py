@@ -234,9 +234,12 @@ class Mesh:
         """
         chosen = tuple(name for name, ranks in self.shape.items() if name in names and ranks > 1)
         if chosen not in self._groups:
-            color = self.number(*(name for name in self.shape if name not in chosen))
-            label = "+".join(chosen) or "alone"
-            self._groups[chosen] = self.world.split(color, self.number(*chosen), label=label)
+            places = [coordinates(rank, self.shape) for rank in range(self.world.size)]
+            same = {name: number for name, number in self.coordinates.items() if name not in chosen}
+            ranks = [rank for rank, place in enumerate(places) if same.items() <= place.items()]
+            group = self.world.subgroup(ranks, label="+".join(chosen) or "alone")
+            assert group is not None  # this rank is in it
+            self._groups[chosen] = group
         return self._groups[chosen]
 
     def __getattr__(self, name: str) -> Communicator:

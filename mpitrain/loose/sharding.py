@@ -23,9 +23,10 @@ from torch import nn
 from mpitrain.comm import Arena, Communicator, Work
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.settings import Config
+from mpitrain.shard.bucket_reduction import BucketReduction
 from mpitrain.shard.flat import FlatGroup, bucket_indices, flat_groups, members, move_into, move_out, units_of
 from mpitrain.shard.flat_parameters import FlatParameter, check_elementwise, sharded_flat_parameters
-from mpitrain.shard.gradients import BucketReduction, Gradients, WholeGradients
+from mpitrain.shard.gradients import Gradients, WholeGradients
 from mpitrain.shard.parameters import Parameters
 from mpitrain.shard.placement import STAGES
 from mpitrain.shard.sharding import Sharding
@@ -275,6 +276,9 @@ class PushedGradients(WholeGradients):
             for g, near in zip(self.groups, self._flats.gradients, strict=True)
         ]
 
+    def agree(self, numbers: Sequence[int]) -> list[int]:
+        return list(numbers)  # servers take each worker's buckets in any order
+
     def start(self, bucket: int, background: bool) -> Work | None:
         g, b = self._flats.buckets[bucket]
         near, here = self._flats.gradients[g].tensor, self._arenas[g].tensor
@@ -283,6 +287,10 @@ class PushedGradients(WholeGradients):
             near[bounds].copy_(here[bounds])
         self.push(bucket)
         return None
+
+    def skip(self, bucket: int) -> None:
+        super().skip(bucket)
+        self.start(bucket, background=False)  # servers wait for every bucket
 
     def free(self) -> None:
         super().free()

@@ -24,7 +24,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from itertools import product
 from pathlib import Path
@@ -164,7 +164,7 @@ def overhead(world: Communicator, quick: bool) -> float:
         quick: If true, measure only a few steps.
     """
     alone = world.split(world.rank)
-    steps, stamps = _WARM + (20 if quick else 100), _Stamps()
+    steps, stamps = _WARM + (20 if quick else 100), Stamps()
     with tempfile.TemporaryDirectory(prefix="mpitrain-machine-") as folder:
         settings: dict[str, Any] = {
             "run": {"dir": f"{folder}/run", "device": "cpu"},
@@ -180,14 +180,19 @@ def overhead(world: Communicator, quick: bool) -> float:
     return float(np.median(world.all_gather_object(max(taken, 1e-6))))
 
 
-class _Stamps(Callback):
-    """Callback that records the processor seconds of this process after each step."""
+class Stamps(Callback):
+    """Callback that records the time after each step.
 
-    def __init__(self) -> None:
+    Args:
+        clock: Function that returns the time in seconds. Default: the processor seconds of this process.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
+        self._clock = clock
         self.timestamps: list[float] = []
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
-        self.timestamps.append(time.process_time())
+        self.timestamps.append(self._clock())
 
 
 def _plain_step(steps: int) -> float:

@@ -28,6 +28,7 @@ from mpitrain.config.training import ModelSection
 from mpitrain.errors import InputError, refusal
 from mpitrain.layers.images import image_form, is_image
 from mpitrain.layers.lora import BaseWeights, LoraLinear, linear_parts
+from mpitrain.layers.tiled_linear import TiledLinear
 from mpitrain.models import hugging_face
 from mpitrain.models.losses import MaskedCrossEntropy, cross_entropy, squared_error
 from mpitrain.models.task import Criterion, Task, TrainedBase
@@ -99,6 +100,7 @@ def build_model(section: ModelSection, description: Description, base: TrainedBa
         task = MODELS[section.name](section, description)
     if base is not None:
         base.fill(task.module)
+    _tile(task.module, section.tiled)
     return _add_adapters(section, task, base.checkpoint if base is not None else "") if section.lora else task
 
 
@@ -183,6 +185,30 @@ def _misfit_error(section: ModelSection, description: Description, takes: str) -
     return refusal(f"model.name {section.name} takes {takes}, but the data are {data}; set model.name to {fitting}")
 
 
+def _tile(module: nn.Module, tiled: Mapping[str, tuple[int, int]]) -> None:
+    """Replace linear layers by tiled ones with the same values, in place.
+
+    Args:
+        module: The whole model.
+        tiled: Tiles along the inputs and outputs, by pattern of layers' names. If several patterns name a layer, the
+            last one counts.
+
+    Raises:
+        InputError: A pattern names no layer, or one that shares its weight or has fewer features than tiles. It is
+            raised on every rank.
+    """
+    linear = [name for name, layer in module.named_modules() if name and type(layer) is nn.Linear]
+    tiles: dict[str, tuple[int, int]] = {}
+    for pattern, counts in tiled.items():
+        names = _choose_layers(module, [pattern], "the model", linear, key="model.tiled", otherwise="remove it")
+        tiles |= dict.fromkeys(names, counts)
+    for name, (in_tiles, out_tiles) in tiles.items():
+        layer = module.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        parent, _, last = name.rpartition(".")
+        setattr(module.get_submodule(parent), last, TiledLinear.of(layer, in_tiles=in_tiles, out_tiles=out_tiles))
+
+
 # -- `model.lora`: low-rank adapters (Hu et al. 2021) in a model's linear layers; everything else is frozen
 #
 # By default the layers of attention get one: linear layers in modules named attention, attn or self_attn.
@@ -206,7 +232,16 @@ def _add_adapters(section: ModelSection, task: Task, checkpoint: str = "") -> Ta
     source = f"model.factory {section.factory}" if section.factory else f"model.name {section.name}"
     if task.base is not None:
         raise refusal(f"{source} returns a model that already has adapters; set model.lora to 0")
-    layer_names = _choose_layers(module, section.lora_targets, source)
+    linear = [name for name, layer in module.named_modules() if name and linear_parts(layer) is not None]
+    layer_names = [name for name in linear if set(_ATTENTION) & set(name.split(".")[:-1])]
+    if targets := section.lora_targets:
+        key, fix = "model.lora_targets", "leave model.lora at 0"
+        layer_names = _choose_layers(module, targets, source, linear, key=key, otherwise=fix)
+    elif not layer_names:
+        raise refusal(
+            f"model.lora: {source} has no linear layers in modules called {', '.join(_ATTENTION)}; name layers "
+            "in model.lora_targets" + (f", such as {linear[0]!r}" if linear else "")
+        )
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     adapted = partial(LoraLinear, rank=section.lora, alpha=section.lora_alpha, dropout=section.lora_dropout)
@@ -228,23 +263,28 @@ def adapted_layers(module: nn.Module) -> dict[str, LoraLinear]:
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLinear)}
 
 
-def _choose_layers(module: nn.Module, targets: Sequence[str], source: str) -> list[str]:
-    """Return the names of the layers that get an adapter, in the model's order."""
-    linear = [name for name, layer in module.named_modules() if name and linear_parts(layer) is not None]
-    if not targets:
-        chosen = [name for name in linear if set(_ATTENTION) & set(name.split(".")[:-1])]
-        if not chosen:
-            raise refusal(
-                f"model.lora: {source} has no linear layers in modules called {', '.join(_ATTENTION)}; name layers "
-                "in model.lora_targets" + (f", such as {linear[0]!r}" if linear else "")
-            )
-        return chosen
+def _choose_layers(
+    module: nn.Module, targets: Sequence[str], source: str, linear: Sequence[str], *, key: str, otherwise: str
+) -> list[str]:
+    """Return the names of the linear layers that patterns name, in the model's order.
+
+    Args:
+        module: The whole model.
+        targets: Patterns of the whole name of a layer, or of its end.
+        source: Where the model comes from, for errors.
+        linear: Names of the layers to choose among.
+        key: Setting that the patterns are from.
+        otherwise: Fix if a pattern names no layer.
+
+    Raises:
+        InputError: A pattern names no layer, or one that shares its weight.
+    """
     for target in targets:
         if not any(_matches(name, target) for name in linear):
             near = difflib.get_close_matches(target, linear, n=1, cutoff=0.0)
             raise refusal(
-                f"model.lora_targets: {target!r} matches no linear layer of {source}"
-                + (f"; did you mean {near[0]!r}?" if near else "; leave model.lora at 0")
+                f"{key}: {target!r} matches no linear layer of {source}"
+                + (f"; did you mean {near[0]!r}?" if near else f"; {otherwise}")
             )
     chosen = [name for name in linear if any(_matches(name, target) for target in targets)]
     users: dict[nn.Parameter, list[str]] = {}
@@ -253,7 +293,7 @@ def _choose_layers(module: nn.Module, targets: Sequence[str], source: str) -> li
     for name in chosen:
         shared = users[module.get_submodule(name).get_parameter("weight")]
         if len(shared) > 1:
-            raise refusal(f"model.lora_targets: {name} shares its weight ({' and '.join(shared)}); leave it out")
+            raise refusal(f"{key}: {name} shares its weight ({' and '.join(shared)}); leave it out")
     return chosen
 
 

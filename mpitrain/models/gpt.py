@@ -233,6 +233,10 @@ class TransformerBlock(CausalBlock):
         stream = stream + self.attention.forward_cached(self.attention_norm(stream), earlier, ends)
         return self._with_ends(stream + self.mlp(self.mlp_norm(stream)), ends)
 
+    def skip(self, x: Stream) -> Stream:
+        """Return the output of a block that adds nothing to the stream (`mpitrain.parallel.layer_drop`)."""
+        return self._with_ends(*split_pair(x))
+
     def _with_ends(self, stream: torch.Tensor, ends: torch.Tensor | None) -> Stream:
         return stream if ends is None or self.last else (stream, ends)
 

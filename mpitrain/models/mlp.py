@@ -31,7 +31,7 @@ class MLP(BlockModel):
     ) -> None:
         super().__init__()
         self.flatten = Flatten()
-        self.hidden = nn.ModuleList(hidden_layer(width if index else inputs, width, dropout) for index in range(layers))
+        self.hidden = nn.ModuleList(HiddenLayer(width if index else inputs, width, dropout) for index in range(layers))
         self.head = nn.Linear(width if layers else inputs, outputs)
         self.criterion = criterion
 
@@ -50,18 +50,23 @@ class MLP(BlockModel):
         return {name: style for pair in pairs for name, style in zip(pair, ("column", "row"), strict=True)}
 
 
-def hidden_layer(inputs: int, width: int, dropout: float) -> nn.Sequential:
-    """Return a hidden layer: linear, ReLU, dropout.
+class HiddenLayer(nn.Sequential):
+    """A hidden layer: linear, ReLU, dropout. It is a block, which is recomputed and gathered as a whole.
 
     Args:
         inputs: Features of the input.
         width: Features of the output.
         dropout: Probability of dropout.
+
+    Shape:
+        Input [batch, inputs], output [batch, width].
     """
-    linear = nn.Linear(inputs, width)
-    nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
-    nn.init.zeros_(linear.bias)
-    return nn.Sequential(linear, nn.ReLU(), nn.Dropout(dropout))
+
+    def __init__(self, inputs: int, width: int, dropout: float) -> None:
+        linear = nn.Linear(inputs, width)
+        nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
+        nn.init.zeros_(linear.bias)
+        super().__init__(linear, nn.ReLU(), nn.Dropout(dropout))
 
 
 class Flatten(nn.Module):

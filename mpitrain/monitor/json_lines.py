@@ -161,9 +161,6 @@ class LineWriter:
     def append(self, *lines: Mapping[str, Any]) -> None:
         """Append lines. Numbers that are not finite are written as null, because JSON has no NaN or infinity.
 
-        Args:
-            lines: Mappings that JSON can represent.
-
         Raises:
             InputError: The lines cannot be written; the file is then left as it was before.
         """
@@ -236,28 +233,50 @@ class MemoryFigures(BaseModel):
     expected: dict[str, Number]
 
 
-class StepLine(BaseModel, extra="allow"):
-    """Line of metrics.jsonl, of any version: only the step number is required."""
+class EnergyFigures(BaseModel):
+    """Joules of all machines since the reading before, with the steps and samples of that time."""
+
+    cpu: Number | None = None
+    device: Number | None = None
+    steps: Count
+    samples: Count
+
+
+class StepTimes(BaseModel):
+    """Times in a line of metrics.jsonl, of any version; quick to read, because a restart reads those of all steps."""
 
     step: Count
+    time: Time | None = None
+    step_s: Seconds | None = None
+    data_s: Number | None = None
+    wait_s: Number | None = None
+    skipped: bool = False
+
+
+class StepLine(StepTimes, extra="allow"):
+    """Line of metrics.jsonl, of any version: only the step number is required."""
+
     loss: Number | None = None
     held_out_loss: Number | None = None
     lr: Number | None = None
     grad_norm: Number | None = None
-    step_s: Seconds | None = None
     samples: Number | None = None
     tokens: Number | None = None
     world_size: Ranks | None = None
-    time: Time | None = None
-    skipped: bool = False
+    flops: Number | None = None
+    tflops_per_rank: Number | None = None
+    mfu: Number | None = None
     memory_bytes: Number | None = None
     memory: MemoryFigures | None = None
+    energy: EnergyFigures | None = None
+    j_per_sample: Number | None = None
     between_groups_bytes: Number | None = None
     staleness_mean: Number | None = None
     staleness_max: Number | None = None
     ahead_max: Count | None = None
     recovered_s: Number | None = None
     start_s: dict[str, Number] | None = None
+    goodput: Number | None = None
 
 
 class FullStepLine(StepLine):
@@ -295,7 +314,12 @@ class EventLine(BaseModel, extra="allow"):
     steps: Count | None = None
     resumed_step: Count | None = None
     config: dict[str, Any] | None = None
-    # save, evaluate, lost, stop, end
+    start_s: dict[str, Number] | None = None
+    submitted: Time | None = None
+    allocated: Time | None = None
+    oom_kills: dict[str, dict[str, Count]] | None = None
+    # discard, save, evaluate, lost, stop, end
+    until: Time | None = None
     folder: Text | None = None
     seconds: Number | None = None
     loss: Number | None = None
@@ -315,31 +339,18 @@ class EventLine(BaseModel, extra="allow"):
 
 
 class RankStart(BaseModel):
-    """First line that a rank writes in a job.
-
-    Attributes:
-        rank: Number of the rank.
-        start: Start time of the job in unix seconds.
-        world_size: Number of ranks of the job.
-        role: "worker" or "server"; empty in files of older versions.
-        host: Host name of the rank's machine.
-        coordinates: Coordinates of the rank along the axes of the mesh, outermost first.
-        stage: Pipeline stage; None in files of older versions, where it is the second coordinate.
-        expected_memory: Bytes by category, predicted by formula.
-        expected_bytes: Bytes that the rank sends in a step, by axis, predicted by formula.
-        step: Number of steps done before the job.
-    """
+    """First line that a rank writes in a job."""
 
     rank: Ranks
-    start: Time
+    start: Time  # start time of the job in unix seconds
     world_size: Ranks = 1
-    role: Text = ""
+    role: Text = ""  # "worker" or "server"; empty in files of older versions
     host: Text = ""
-    coordinates: list[Ranks] = []
-    stage: Ranks | None = None
-    expected_memory: KnownNumbers = {}
-    expected_bytes: KnownNumbers = {}
-    step: Count = 0
+    coordinates: list[Ranks] = []  # coordinates of the rank along the axes of the mesh, outermost first
+    stage: Ranks | None = None  # pipeline stage; None in files of older versions, where it is the second coordinate
+    expected_memory: KnownNumbers = {}  # bytes by category, predicted by formula
+    expected_bytes: KnownNumbers = {}  # bytes that the rank sends in a step, by axis, predicted by formula
+    step: Count = 0  # number of steps done before the job
 
 
 class RankLine(BaseModel):

@@ -55,7 +55,8 @@ class StepClock:
 
     Attributes:
         data, forward, backward, communication, optimizer, evaluation, checkpoint: Context managers of the categories.
-        listener: Object whose `add_category` method is called when a category ends, or None.
+        listener: Object whose `at_boundary` is called when a category begins or ends, and its `add_category` with each
+            category that has ended; or None.
         steps: List of (step number, begin in seconds, seconds by category until then) while a timeline is recorded;
             else None.
     """
@@ -77,12 +78,10 @@ class StepClock:
                 self._stamp = self._device_times.stamp
         self.listener: Spans | None = None
         self.steps: list[tuple[int, float, dict[str, float]]] | None = None
-        self._open: list[
-            tuple[str, Any, float]
-        ] = []  # open categories, outermost first: name, stamp and waited at its beginning
-        self._pending: deque[tuple[str, Any, float]] = (
-            deque()
-        )  # intervals not yet counted: innermost category, stamp and waited at its end
+        # open categories, outermost first: name, stamp and waited at its beginning
+        self._open: list[tuple[str, Any, float]] = []
+        # intervals not yet counted: innermost category, stamp and waited at its end
+        self._pending: deque[tuple[str, Any, float]] = deque()
         self._ended: deque[tuple[str, Any, Any, float]] = deque()  # ended, but the listener was not called yet
         self._seconds = dict.fromkeys(TIME_CATEGORIES, 0.0)  # since the clock was created
         self._read_seconds = dict.fromkeys(TIME_CATEGORIES, 0.0)  # the share of `_seconds` that `read` has returned
@@ -94,12 +93,16 @@ class StepClock:
 
     def enter(self, name: str) -> None:
         """Begin a category; see `TimeCategory`."""
+        if self.listener is not None:
+            self.listener.at_boundary()
         stamp, waited = self._stamp(), self._waited()
         self._pending.append((self._open[-1][0] if self._open else "other", stamp, waited))
         self._open.append((name, stamp, waited))
 
     def leave(self) -> None:
         """End the innermost category."""
+        if self.listener is not None:
+            self.listener.at_boundary()
         stamp, waited = self._stamp(), self._waited()
         name, begin, before = self._open.pop()
         self._pending.append((name, stamp, waited))
@@ -111,22 +114,14 @@ class StepClock:
             self.settle()
 
     def step(self, number: int) -> None:
-        """Begin a step.
-
-        Args:
-            number: Number of the step, starting at 1.
-        """
+        """Begin a step; the first one has the number 1."""
         if self.steps is not None:
             self.settle(wait=True)
             totals = self.totals()
             self.steps.append((number, self._now(), totals))
 
     def settle(self, *, wait: bool = False) -> None:
-        """Add the completed intervals to the seconds of their categories.
-
-        Args:
-            wait: If true, wait for the device first, so that all intervals are completed.
-        """
+        """Add the completed intervals to the seconds of their categories; with `wait`, all of them complete first."""
         device = self._device_times
         if device is not None and wait:
             device.synchronize()
@@ -198,8 +193,7 @@ class _DeviceTimes:
         """Return the seconds between two completed events.
 
         Args:
-            first: Earlier event.
-            last: Later event.
+            first, last: Earlier and later event.
         """
         return first.elapsed_time(last) / 1e3
 

@@ -61,9 +61,7 @@ class Progress:
         """Show a step.
 
         Args:
-            step: Number of the step.
-            loss: Loss of the step.
-            lr: Learning rate of the step.
+            step, loss, lr: Number, loss and learning rate of the step.
             rate: Tokens or samples per second.
             skipped: Number of steps so far that made no update.
         """
@@ -111,12 +109,9 @@ def plain_line(step: int, total: int, loss: float, lr: float, rate: float, unit:
     """Return one line for a log, with columns that stay at the same place from step to step.
 
     Args:
-        step: Number of the step.
-        total: Number of the last step.
-        loss: Loss of the step.
-        lr: Learning rate of the step.
-        rate: Amount of `unit` per second.
-        unit: Unit of the rate.
+        step, total: Number of the step, and of the last one.
+        loss, lr: Loss and learning rate of the step.
+        rate, unit: Amount of `unit` per second.
         left: Estimated seconds until the end.
     """
     return (
@@ -130,11 +125,7 @@ def bar_text(columns: int, loss: float, lr: float, rate: float, unit: str, left:
 
     Args:
         columns: Width of the terminal in characters.
-        loss: Loss of the step.
-        lr: Learning rate of the step.
-        rate: Amount of `unit` per second.
-        unit: Unit of the rate.
-        left: Estimated seconds until the end.
+        loss, lr, rate, unit, left: See `plain_line`.
     """
     if columns < NARROW:
         return f"loss {_loss(loss)} {duration(left)}"
@@ -202,23 +193,18 @@ class _Bar:
             self._console.width = os.get_terminal_size(device.fileno()).columns or 80
 
 
-LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "hydra_pmi_proxy")
 # options that make mpirun prefix each line, or send it elsewhere
 TAGGING = ("-output", "--output", "-tag-output", "--tag-output", "-timestamp-output", "--timestamp-output")
 LABELLING = ("-l", "-prepend-rank", "--prepend-rank", "-xterm", "--xterm")
 
 
 def terminal_behind(descriptor: int) -> str | None:
-    """Return the path of the terminal on which bytes written to a descriptor appear.
+    """Return the path of the terminal on which bytes written to a file descriptor appear.
 
-    Args:
-        descriptor: Number of the file descriptor.
-
-    Returns:
-        Path, or None if the bytes go to a file, a pipe, another node, or through a launcher that prefixes each line.
+    It is None if they go to a file, a pipe, another node, or through a launcher that prefixes each line.
     """
     launcher, parent = None, os.getppid()
-    while os.path.basename(_command(parent)[0]) in LAUNCHERS:
+    while os.path.basename(_command(parent)[0]) in proc.LAUNCHERS:
         launcher, parent = parent, proc.state_and_parent_of(parent)[1]
     if launcher is None or descriptor not in (1, 2):  # the launcher forwards only these two
         return os.ttyname(descriptor) if os.isatty(descriptor) else None

@@ -35,9 +35,9 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import partial, reduce
 from itertools import takewhile
 from pathlib import Path
 from statistics import median, median_high
@@ -46,27 +46,33 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from mpitrain.errors import InputError
-from mpitrain.monitor.json_lines import EventLine, FullStepLine, GrowingFile, LineWriter, parse_line, read_lines
+from mpitrain.monitor.energy import add_energy, energy_text
+from mpitrain.monitor.json_lines import (
+    EventLine,
+    FullStepLine,
+    GrowingFile,
+    LineWriter,
+    StepTimes,
+    parse_line,
+    read_lines,
+)
+from mpitrain.monitor.report.goodput import Goodput
 from mpitrain.storage.disk import free_name, open_plain, replacing
 from mpitrain.storage.run_folder import CHECKPOINTS, EVENTS, METRICS, RANKS, rank_path, report_unwritable
-from mpitrain.storage.text import align_rows, counted, duration, number_text, rates_text, with_spaces
+from mpitrain.storage.text import align_rows, arithmetic_text, counted, duration, number_text, rates_text, with_spaces
 
 
 class EventLog(LineWriter):
-    """Writer of a run's events; rank 0 uses it while it holds the lock of the run folder.
+    """Writer of a run folder's events, used by rank 0 while it holds the folder's lock.
 
-    Args:
-        run_dir: Path of the run folder.
-
-    Raises:
-        InputError: The file cannot be opened.
+    Raises InputError if the file cannot be opened.
     """
 
     def __init__(self, run_dir: str | Path) -> None:
         super().__init__(Path(run_dir) / EVENTS, "events")
 
-    def write(self, event: str, step: int, **fields: Any) -> None:
-        """Append one line. If that fails, no part of it is left in the file.
+    def write(self, event: str, step: int, **fields: Any) -> dict[str, Any]:
+        """Append one line, and return it. If that fails, no part of it is left in the file.
 
         Args:
             event: Kind of event, one word.
@@ -76,7 +82,9 @@ class EventLog(LineWriter):
         Raises:
             InputError: The line cannot be written.
         """
-        self.append({"time": time.time(), "event": event, "step": step} | fields)
+        line = {"time": time.time(), "event": event, "step": step} | fields
+        self.append(line)
+        return line
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:
@@ -106,11 +114,7 @@ def check_event(value: Any) -> dict[str, Any]:
 
 
 def explain_missing_steps(folder: Path) -> str:
-    """Return a message that explains, from the events, why a run folder has no finished step.
-
-    Args:
-        folder: Path of the run folder.
-    """
+    """Return a message that explains, from the events, why a run folder has no finished step."""
     none = f"run folder {folder} has no finished step"
     try:
         last = (read_events(folder) or [{}])[-1]
@@ -135,6 +139,10 @@ class MetricsWriter(LineWriter):
         resume_step: Last step to keep; new lines follow after it. None for a run from the start: an earlier file is
             renamed to metrics.jsonl.1, .2, ….
 
+    Attributes:
+        discarded: Steps whose lines were removed or renamed, which are done again: their number `steps`, the sum of
+            their `seconds`, and the end of the last one in unix seconds, `until`. Empty if there are none.
+
     Raises:
         InputError: The folder is not writable, or the disk is full.
     """
@@ -143,9 +151,11 @@ class MetricsWriter(LineWriter):
         path = Path(run_dir) / METRICS
         self._last_step = -1
         with report_unwritable(f"metrics {path}"):
+            self.discarded: dict[str, Any] = {}
             if path.exists() and resume_step is not None:
-                self._last_step = _cut_after(path, resume_step)
+                self._last_step, self.discarded = _cut_after(path, resume_step)
             elif path.exists() and path.stat().st_size:  # an earlier run's file gets the first free number
+                self.discarded = _sum_up(GrowingFile(path).new_lines())
                 os.rename(path, free_name(path))
         super().__init__(path, "metrics")
 
@@ -156,8 +166,10 @@ class MetricsWriter(LineWriter):
             step: Number of the step.
             figures: Further values of the line, in this order; anything that JSON can represent. A run writes for each
                 step time (unix seconds, at its end), loss, lr, grad_norm (None if not computed), samples, tokens,
-                step_s (seconds), tokens_per_s, memory_bytes (peak per rank) and world_size (number of ranks); for some
-                steps also held_out_loss or ids (sample numbers).
+                step_s (seconds), tokens_per_s, memory_bytes (peak per rank) and world_size (number of ranks); where
+                they are known also flops (useful floating-point operations of all ranks), tflops_per_rank (useful
+                TFLOP/s) and mfu (their share of the peak); for some steps also held_out_loss,
+                ids (sample numbers) or energy.
 
         Raises:
             InputError: The line cannot be written.
@@ -183,13 +195,9 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def step_lines(path: Path) -> Iterator[FullStepLine]:
-    """Yield the checked metrics lines of a run, without an incomplete last line.
+    """Yield the checked metrics lines of a run folder, or of a metrics.jsonl, without an incomplete last line.
 
-    Args:
-        path: Path of a run folder, or of its metrics.jsonl.
-
-    Raises:
-        InputError: No step is finished, or a line is damaged.
+    Raises InputError if no step is finished, or a line is damaged.
     """
     none = True
     if not path.is_dir() or (path / METRICS).exists():
@@ -208,6 +216,16 @@ def _read(path: Path, kind: Callable[[Any], T]) -> Iterator[T]:
         raise InputError(f"metrics {path} do not exist; use the folder of a run that finished a step") from None
 
 
+def read_goodput(folder: Path) -> Goodput:
+    """Return the account of the wall clock of a run folder until the run's last sign.
+
+    Raises:
+        InputError: A file cannot be read, or a line is damaged.
+    """
+    lines = _read(folder, StepTimes.model_validate) if (folder / METRICS).exists() else ()
+    return Goodput.of(read_events(folder), lines)
+
+
 def _with_step(value: Any) -> dict[str, Any]:
     """Return the value if it is an object with an integer `step`, of any version. Raises ValueError otherwise."""
     if isinstance(value, dict) and type(value.get("step")) is int:
@@ -215,16 +233,30 @@ def _with_step(value: Any) -> dict[str, Any]:
     raise ValueError
 
 
-def _cut_after(path: Path, resume_step: int) -> int:
-    """Rewrite the file without the lines after `resume_step`, and return the last step in it (-1 if none)."""
-    last = -1
+def _cut_after(path: Path, resume_step: int) -> tuple[int, dict[str, Any]]:
+    """Rewrite the file without the lines after `resume_step`.
+
+    Returns the last step in the file, -1 if none, and a summary of the lines that were removed (`_sum_up`).
+    """
+    last, lost = -1, list[bytes]()
     with open_plain(path), replacing(path) as aside, open(aside, "wb") as file:  # refuses a pipe, which could block
         for line in GrowingFile(path).lines():
             value = parse_line(line or b"", _with_step)
             if line is not None and value is not None and last < value["step"] <= resume_step:
                 last = value["step"]
                 file.write(line)
-    return last
+            else:
+                lost.append(line or b"")
+    return last, _sum_up(lost)
+
+
+def _sum_up(lines: Iterable[bytes]) -> dict[str, Any]:
+    """Return the values of `MetricsWriter.discarded` for these lines of metrics."""
+    steps = [step for line in lines if (step := parse_line(line, StepTimes.model_validate)) is not None]
+    if not steps:
+        return {}
+    seconds, until = sum(step.step_s or 0.0 for step in steps), max(step.time or 0.0 for step in steps)
+    return {"steps": len(steps), "seconds": seconds, "until": until}
 
 
 SERVER = "server"  # the role of a rank that takes no steps itself
@@ -238,8 +270,7 @@ def rank_name(rank: int, role: object) -> str:
     """Return the name of a rank in messages and charts: "rank 3", or "rank 3 (server)".
 
     Args:
-        rank: Number of the rank.
-        role: Role of the rank, "worker" or "server".
+        rank, role: Number and role of the rank; the roles are "worker" and "server".
     """
     return f"rank {rank} ({SERVER})" if role == SERVER else f"rank {rank}"
 
@@ -282,8 +313,7 @@ class RankWriter(LineWriter):
         """Append a line, which is buffered at first.
 
         Args:
-            step: Last step that the line covers.
-            steps: Number of steps that it covers.
+            step, steps: Last step that the line covers, and their number.
             values: Further values of the line.
 
         Raises:
@@ -311,14 +341,7 @@ _loss = partial(number_text, form=".4f")
 
 
 def summary(folder: Path) -> str:
-    """Return a summary of a run in a few lines: steps, losses, speed, checkpoints.
-
-    Args:
-        folder: Path of the run folder.
-
-    Raises:
-        InputError: The run has no finished step, or a line of its metrics is damaged.
-    """
+    """Return a summary of a run in a few lines. Raises InputError if no step is finished, or a line is damaged."""
     lines = list(step_lines(folder))
     first, last, took = lines[0], lines[-1], sum(line.step_s for line in lines)
     held_out = [(line.step, line.held_out_loss) for line in lines if line.held_out_loss is not None]
@@ -331,16 +354,30 @@ def summary(folder: Path) -> str:
         ("held-out loss", " -> ".join(f"{_loss(v)} (step {s})" for s, v in held_out[:: max(1, len(held_out) // 4)])),
         *_metrics(lines),
         ("speed", rates_text(sum(line.samples for line in lines) / took, sum(line.tokens for line in lines) / took)),
+        ("arithmetic", _arithmetic(lines)),
         ("step time", f"median {median(line.step_s for line in lines) * 1e3:.1f} ms, total {duration(took)}"),
         ("between groups", _between_groups(lines)),
         ("staleness", _staleness(lines)),
         ("memory", _memory(lines)),
+        ("energy", _energy(lines)),
         ("recovered", ", ".join(f"{n.recovered_s:.1f} s from the loss of ranks to step {n.step}" for n in lost)),
         ("start", _start(lines)),
+        ("goodput", Goodput.of(read_events(folder), lines).describe()),
         ("ranks", ", ".join(str(size) for size in dict.fromkeys(line.world_size for line in lines))),
         ("checkpoints", ", ".join(checkpoints) or "none"),
     ]
     return f"run {folder}\n{align_rows([row for row in rows if row[1]])}"
+
+
+def _arithmetic(lines: Sequence[FullStepLine]) -> str:
+    """Return a text with the useful arithmetic of a rank, as a mean over the time of the steps where it is known."""
+    rows = [(line.step_s, line.tflops_per_rank, line.mfu or 0.0) for line in lines if line.tflops_per_rank is not None]
+    took = sum(seconds for seconds, _, _ in rows)
+    if not rows:
+        return ""
+    return arithmetic_text(
+        sum(s * tflops for s, tflops, _ in rows) / took, sum(s * share for s, _, share in rows) / took
+    )
 
 
 def _metrics(lines: Sequence[FullStepLine]) -> list[tuple[str, str]]:
@@ -385,6 +422,12 @@ def _start(lines: Sequence[FullStepLine]) -> str:
     parts = next((line.start_s for line in reversed(lines) if line.start_s), {})
     shown = ", ".join(f"{with_spaces(name)} {seconds:.1f}" for name, seconds in parts.items())
     return f"{sum(parts.values()):.1f} s to the end of the first step: {shown}" if parts else ""
+
+
+def _energy(lines: Sequence[FullStepLine]) -> str:
+    """Return a text with the joules of all machines in the steps for which they are known."""
+    records = [line.energy.model_dump(exclude_none=True) for line in lines if line.energy is not None]
+    return energy_text(reduce(add_energy, records, {}))
 
 
 def _memory(lines: Sequence[FullStepLine]) -> str:

@@ -64,8 +64,7 @@ def project_and_name(run_dir: Path, config: Mapping[str, Any]) -> tuple[str, str
     """Return the project and the name of a run; the name is monitor.name, or else the name of its folder.
 
     Args:
-        run_dir: Path of the run folder.
-        config: Resolved settings by section and key.
+        run_dir, config: See `Tracker.start`.
     """
     monitor = config["monitor"]
     return monitor["project"], monitor["name"] or run_dir.absolute().name
@@ -76,7 +75,7 @@ def stored_id(path: Path, resume_step: int | None) -> str:
 
     Args:
         path: Path of the file that has the identity.
-        resume_step: Step from which the run resumes; None for a run from the start.
+        resume_step: See `Tracker.start`.
     """
     if resume_step is None:
         return ""
@@ -243,9 +242,7 @@ class Tracking:
         """Start each tracker.
 
         Args:
-            run_dir: Path of the run folder.
-            config: Resolved settings by section and key.
-            resume_step: Step from which the run resumes; None for a run from the start.
+            run_dir, config, resume_step: See `Tracker.start`.
 
         Raises:
             InputError: A tracker cannot start.

@@ -85,9 +85,7 @@ def _redraw(watched: WatchedRun, console: Console) -> None:
 def _print_lines(watched: WatchedRun) -> None:
     last_print, status, step = float("-inf"), None, -1
     poller = select.poll()
-    poller.register(
-        sys.stdout.fileno(), 0
-    )  # poll reports the error of a pipe without a reader even if no event is requested
+    poller.register(sys.stdout.fileno(), 0)  # poll reports a pipe without a reader even if no event is requested
     for _ in _poll(watched):
         if poller.poll(0):
             return
@@ -264,6 +262,7 @@ def _figures(run: WatchedRun, width: int, plain: bool) -> Table:
         ("throughput", _throughput(run)),
         ("step time", _step_time(list(run.steps.seconds))),
         ("memory", f"{short(step_line.memory_bytes)}B peak on rank 0" if step_line.memory_bytes else ""),
+        ("goodput", "" if step_line.goodput is None else f"{step_line.goodput:.1%} of the wall clock of all starts"),
         ("skipped", skipped if run.steps.skipped else ""),
         ("checkpoint", _checkpoint(run)),
         ("restarts", _restarts(run)),

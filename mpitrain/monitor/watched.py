@@ -64,8 +64,7 @@ class Curve:
         """Add the value of a step, unless it is None.
 
         Args:
-            step: Number of the step.
-            value: Value of the metric.
+            step, value: Number of the step, and value of the metric.
         """
         if value is None:
             return
@@ -106,36 +105,20 @@ class Steps:
 
 
 class WatchedRun:
-    """State of a run, as read from its files; `read` reads their new lines.
-
-    Args:
-        folder: Path of the run folder, which does not have to exist yet.
-
-    Attributes:
-        steps: Values of the run's steps, without steps that a resumed job has removed.
-        start: Event of the last start; empty if there was none.
-        end: Event of the run's end; empty while it goes on.
-        save: Event of the last checkpoint.
-        starts: Number of starts.
-        lost: Ranks that died since the last start.
-        new_events: New events, until the caller empties the list.
-        warnings: Time, rank, level and text of the last warnings and errors in the ranks' logs.
-        recent_times: Seconds by time category for each of a rank's last lines, by rank.
-        servers: Ranks that take no steps themselves.
-    """
+    """State of a run, read from the files of its folder, which does not have to exist yet; `read` reads new lines."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.steps = Steps()
-        self.start: dict[str, Any] = {}
-        self.end: dict[str, Any] = {}
-        self.save: dict[str, Any] = {}
-        self.starts = 0
-        self.lost: list[int] = []
-        self.new_events: list[dict[str, Any]] = []
-        self.warnings: list[tuple[str, int, str, str]] = []
-        self.recent_times: dict[int, deque[dict[str, float]]] = {}
-        self.servers: set[int] = set()
+        self.steps = Steps()  # without steps that a resumed job has removed
+        self.start: dict[str, Any] = {}  # event of the last start; empty if there was none
+        self.end: dict[str, Any] = {}  # event of the run's end; empty while it goes on
+        self.save: dict[str, Any] = {}  # event of the last checkpoint
+        self.starts = 0  # number of starts
+        self.lost: list[int] = []  # ranks that died since the last start
+        self.new_events: list[dict[str, Any]] = []  # until the caller empties the list
+        self.warnings: list[tuple[str, int, str, str]] = []  # time, rank, level, text of the last ones in the logs
+        self.recent_times: dict[int, deque[dict[str, float]]] = {}  # by rank, seconds by category of its last lines
+        self.servers: set[int] = set()  # ranks that take no steps themselves
         self._metrics, self._events = (GrowingFile(folder / name, _LAST_BYTES) for name in (METRICS, EVENTS))
         self._rank_files: dict[Path, GrowingFile] = {}
         self._metrics_version = 0  # value of `replacements` of the metrics when `steps` was created
@@ -143,14 +126,9 @@ class WatchedRun:
         self._lock: bool | None = None
 
     def read(self, *, more: bool = True) -> None:
-        """Read the new lines of the files.
-
-        Args:
-            more: If true, also read the ranks' logs and times, which are many files.
-        """
-        self._lock = locks.is_held(
-            self.folder / locks.LOCK
-        )  # read before the events, because a job writes its end while it still holds the lock
+        """Read the new lines of the files; with `more`, also of the ranks' logs and times, which are many files."""
+        # before the events, because a job writes its end while it still holds the lock
+        self._lock = locks.is_held(self.folder / locks.LOCK)
         has_news = False
         for line in self._events.new_lines():
             has_news = True

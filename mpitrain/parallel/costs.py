@@ -64,6 +64,12 @@ class BlockCost:
         forwards: Exchanges in the forward pass.
         backwards: Exchanges in the backward pass.
         later: Further seconds of parameter gradients that are added to existing ones.
+        tail: Seconds at the end of the forward pass that recompute does not repeat: backward needs nothing from them.
+        hooks: Seconds of Python for recomputing the block.
+        products: Seconds that `train.recompute "selective"` saves compared with `true`: those of the operations whose
+            outputs it keeps, minus its own Python; may be negative.
+        product_bytes: Bytes of these outputs.
+        shared_bytes: Bytes of the input that an earlier block keeps, too; `saved_bytes` excludes them.
     """
 
     name: str
@@ -78,6 +84,11 @@ class BlockCost:
     forwards: tuple[AxisExchange, ...] = ()
     backwards: tuple[AxisExchange, ...] = ()
     later: float = 0.0
+    tail: float = 0.0
+    hooks: float = 0.0
+    products: float = 0.0
+    product_bytes: int = 0
+    shared_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -122,7 +133,7 @@ class ModelProfile(ABC):
     Attributes:
         batch: Global batch in samples.
         precision: fp32, bf16 or fp16.
-        moments: fp32 numbers that the optimizer keeps per parameter element (Adam: 2).
+        moments: fp32 numbers kept per parameter element: by the optimizer (Adam: 2), and an average of the weights.
         sample_bytes: Bytes of a sample's input and target.
         listed: True if the model lists its blocks, so that it can be cut into stages.
         divisible: True if the model has a plan that divides its layers over tensor ranks.

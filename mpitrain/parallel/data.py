@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mpitrain.layout.mesh import SAMPLES, MeshAxis
+from mpitrain.layout.mesh import BLOCKS, SAMPLES, MeshAxis
 from mpitrain.parallel.costs import ModelProfile
 from mpitrain.parallel.layouts import ParallelLayout
 from mpitrain.parallel.places import Nodes
+from mpitrain.parallel.rules import Combination
 
 
 class DataAxis(MeshAxis):
@@ -20,6 +21,21 @@ class DataAxis(MeshAxis):
     name = "data"
     divides = SAMPLES
     near = 0
+    idle = ("shares",)
+
+    def refuse(self, combination: Combination) -> str:
+        """Refuse shares by time where ranks compute stages instead of the whole model, and where results would vary."""
+        if combination.parallel.shares == "equal" or combination.size(self.name) == 1:
+            return ""
+        if combination.count(BLOCKS) > 1:
+            return (
+                "parallel.shares time measures ranks that compute the whole model, but parallel.pipeline gives each a "
+                "part of it; use parallel.cut time instead, or set parallel.pipeline to 1"
+            )
+        return bool(combination.reproducible) * (
+            "parallel.shares time gives the ranks parts that depend on measured times, but run.reproducible needs "
+            "the same parts in every run; set one of them to its default"
+        )
 
     def sizes(self, model: ModelProfile, ranks: int, asked: int | str) -> Iterable[int]:
         """Return the one size that a planner tries: all ranks that the other axes leave, if each gets a sample.

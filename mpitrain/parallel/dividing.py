@@ -5,34 +5,31 @@ task -> tensor parallel layers -> pipeline stages -> data parallel or ZeRO
 
 Axes that divide layers or samples come before those that divide the model into blocks, because after the latter only
 a part of the model is left.
-
-Reference:
-    Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost (`recompute_blocks`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from mpitrain.comm.memory.device import CPU
+from mpitrain.config.training import TrainSection, recomputes_stages
 from mpitrain.errors import refusal
 from mpitrain.layout.mesh import BLOCKS, LAYERS, PARTS, SAMPLES, Mesh, MeshAxis
 from mpitrain.layout.ownership import Division, owners_of
-from mpitrain.parallel.rules import without_blocks
+from mpitrain.parallel.recompute import recompute_blocks
+from mpitrain.pipe.partition import Cut
 from mpitrain.shard.flat import blocks_of
 from mpitrain.tensor.styles import ParallelStyle
 
 if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
     from mpitrain.pipe.pipeline import Pipeline
 
-Cut = str | Sequence[float]
 Plan = Mapping[str, str | ParallelStyle]
 Criterion = Callable[[Any, Any], torch.Tensor]
 
@@ -47,10 +44,11 @@ class ModelPart:
         parallel: The settings [parallel].
         criterion: Function that returns the loss function (output, target), called after layers are divided; None if no
             loss is needed.
-        cut: Quantity that the stages have equal shares of, or the cost of each block; unused if parallel.cut lists the
-            blocks of each stage.
+        cut: Quantity that the stages have equal shares of, or the cost of each block, on each rank of the pipeline if
+            they differ; unused if parallel.cut lists the blocks of each stage.
         device: Device that this rank computes on.
-        recompute: If true, activations are recomputed in backward.
+        train: The settings [train]; only those about activations are used.
+        tensor: Ranks that divide the layers, set by `divide`; None if there is only one.
         plan: Division of the layers (see `mpitrain.tensor.plan`). Default: the model's own plan.
         names: Names of the modules that make up the model when called one after the other. Default: the model's own
             list.
@@ -64,8 +62,9 @@ class ModelPart:
     criterion: Callable[[], Criterion] | None = None
     cut: Cut = "uniform"
     device: torch.device = CPU
-    recompute: bool = False
+    train: TrainSection = field(default_factory=TrainSection)
     plan: Plan | None = None
+    tensor: Communicator | None = None
     names: Sequence[str] = ()
     pipeline: Pipeline | None = None
     blocks: Sequence[nn.Module] = ()
@@ -83,9 +82,15 @@ def divide(part: ModelPart, mesh: Mesh) -> ModelPart:
     part.blocks = blocks_of(part.module)
     for axis in in_order(mesh.axes):
         axis.divide(part, mesh.over(axis.name))
-    pipeline, module = part.pipeline, part.module
-    if pipeline is None and part.recompute:
-        recompute_blocks(module)
+    pipeline, module, train = part.pipeline, part.module, part.train
+    if train.partition_activations and (part.tensor is None or not train.recompute or part.parallel.sequence):
+        raise refusal(
+            "train.partition_activations divides inputs that recomputed blocks keep on every tensor rank, so it needs "
+            "parallel.tensor above 1, train.recompute, and parallel.sequence false; set these, or remove it"
+        )
+    if train.recompute and (pipeline is None or not recomputes_stages(train)):
+        tensor = part.tensor if train.partition_activations else None
+        recompute_blocks(module, train.recompute, part.blocks, tensor)
     move(module, part.device)
     copied = pipeline.counted_elsewhere() if pipeline is not None else set[str]()
     owners = owners_of(module, {name: mesh.coordinates[name] for name in mesh.dividing(LAYERS)}, copied)
@@ -130,32 +135,3 @@ def move(module: nn.Module, to: torch.device) -> None:
             f"PyTorch creates new parameters when a module is moved to {to.type}, so tied parameters are "
             "untied and the optimizer keeps the old ones; move the model before you create the optimizer"
         )
-
-
-def recompute_blocks(module: nn.Module) -> int:
-    """Let every block of a model keep only its input and be recomputed in backward. Changes the module.
-
-    Dropout draws the same numbers again.
-
-    Args:
-        module: The model, with blocks as defined by `mpitrain.shard.flat.blocks_of`.
-
-    Returns:
-        The number of blocks.
-
-    Raises:
-        InputError: The model has no blocks.
-    """
-    blocks = blocks_of(module)
-    if not blocks:
-        raise refusal(without_blocks("train.recompute"))
-    for block in blocks:
-        block.forward = partial(_recomputed, block, block.forward)
-    return len(blocks)
-
-
-def _recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a block's forward, with checkpointing in training mode so that only its input is kept."""
-    if not block.training:
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

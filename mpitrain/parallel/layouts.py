@@ -5,17 +5,19 @@
 zeroZ            parallel.zero                 slicesS         parallel.slices
 mbM              train.microbatch [1]          cut:3,2x4,3     parallel.cut [3, 4, 4, 3]
 gpipe | 1f1b | interleaved | zero-bubble | package.module:function       parallel.schedule
-chunksV          parallel.chunks               recompute       train.recompute
-sequence         parallel.sequence             offload:host    parallel.offload
+chunksV          parallel.chunks               recompute       train.recompute true
+sequence         parallel.sequence             recompute:WAY   train.recompute: selective, every4 or blocks 0-5,8
+offload:host     parallel.offload
 per-node         parallel.shard_within node    private         parallel.share_node false
 kept             parallel.reshard false        whole:P,Q       parallel.whole ["P", "Q"]
-axes:package.module:Axis=N,...                 parallel.axes {"package.module:Axis" = N, ...}
+partitioned      train.partition_activations   activations:host                train.offload_activations
+shares:time      parallel.shares time          axes:package.module:Axis=N,...  parallel.axes {"...:Axis" = N, ...}
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import groupby, pairwise
@@ -27,12 +29,13 @@ from mpitrain.choices import PipelineSchedule
 from mpitrain.config.named import find
 from mpitrain.config.parallel import ParallelSection
 from mpitrain.config.settings import Config
+from mpitrain.config.training import recomputes_stages
 from mpitrain.errors import refusal
 from mpitrain.layout.boxes import split
 from mpitrain.layout.mesh import LAYERS, PARTS, SAMPLES, MeshAxis, axes_of, count_along, shape_of
 from mpitrain.parallel.costs import BlockCost, Divided
 from mpitrain.pipe.partition import partition
-from mpitrain.pipe.schedule import default_microbatches
+from mpitrain.pipe.schedule import default_microbatches, make_schedule
 from mpitrain.shard.placement import stage_of
 
 
@@ -52,12 +55,15 @@ class ParallelLayout:
         schedule: Schedule of the pipeline.
         chunks: Stages of a pipeline rank.
         slices: Pieces of a sequence in the pipeline.
+        shares: The setting parallel.shares.
         cut: Number of blocks of each stage, in order; empty: equal numbers.
-        recompute: The setting train.recompute.
+        recompute: The setting train.recompute; a list of blocks as a tuple.
         offload: The setting parallel.offload.
         sequence: The setting parallel.sequence.
         whole: Patterns of the names of layers that the tensor plan divides, but that every rank keeps whole.
         axes: The setting parallel.axes, as pairs of an axis's class (package.module:Class) and its ranks.
+        offload_activations: The setting train.offload_activations.
+        partition_activations: The setting train.partition_activations.
     """
 
     data: int
@@ -72,11 +78,14 @@ class ParallelLayout:
     chunks: int = 1
     slices: int = 1
     cut: tuple[int, ...] = ()
-    recompute: bool = False
+    recompute: bool | str | tuple[int, ...] = False
     offload: str = ""
     sequence: bool = False
     whole: tuple[str, ...] = ()
     axes: tuple[tuple[str, int], ...] = ()
+    offload_activations: str = ""
+    partition_activations: bool = False
+    shares: str = "equal"
 
     @property
     def sizes(self) -> tuple[tuple[MeshAxis, int], ...]:
@@ -87,6 +96,16 @@ class ParallelLayout:
     def divided(self) -> Divided:
         """Division of the model's layers and sequences, before the model is cut into stages."""
         return Divided(self.tensor, self.sequence, self.whole, self.slices, self.replicas > 1, in_layers(self.axes))
+
+    @property
+    def recomputes_stages(self) -> bool:
+        """True if a pipeline's stages are recomputed as a whole."""
+        return self.pipeline > 1 and recomputes_stages(self)
+
+    @property
+    def can_partition_activations(self) -> bool:
+        """True if tensor ranks keep equal inputs of recomputed blocks, which they can divide among them."""
+        return self.tensor > 1 and bool(self.recompute) and not self.sequence
 
     @property
     def idle(self) -> set[str]:
@@ -121,9 +140,12 @@ _FLAGS: dict[str, tuple[str, Any]] = {
     "per-node": ("shard_within", "node"),
     "private": ("share_node", False),
     "kept": ("reshard", False),
+    "partitioned": ("partition_activations", True),
+    "shares:time": ("shares", "time"),
 }
+_OF_TRAIN = ("microbatch", "recompute", "offload_activations", "partition_activations")
 SECTION_OF = {  # section of the configuration for each key
-    each.name: "train" if each.name in ("microbatch", "recompute") else "parallel" for each in fields(ParallelLayout)
+    each.name: "train" if each.name in _OF_TRAIN else "parallel" for each in fields(ParallelLayout)
 }
 _EXAMPLE = "4x2x1 zero1 mb2 1f1b"
 
@@ -159,7 +181,11 @@ def text(layout: ParallelLayout) -> str:
     words += [f"chunks{layout.chunks}"] if layout.chunks > 1 else []
     words += [f"slices{layout.slices}"] if layout.slices > 1 else []
     words += [word for word, (name, value) in _FLAGS.items() if getattr(layout, name) == value]
+    if not isinstance(layout.recompute, bool):
+        way = layout.recompute.replace(" ", "") if isinstance(layout.recompute, str) else _ranges(layout.recompute)
+        words.append(f"recompute:{way}")
     words += [f"offload:{layout.offload}"] if layout.offload else []
+    words += [f"activations:{layout.offload_activations}"] if layout.offload_activations else []
     if layout.cut:
         runs = [(blocks, len(list(run))) for blocks, run in groupby(layout.cut)]
         words.append("cut:" + ",".join(f"{times}x{blocks}" if times > 1 else str(blocks) for blocks, times in runs))
@@ -189,6 +215,12 @@ def read(line: str) -> ParallelLayout:
     return ParallelLayout(data, pipeline, tensor, **values)
 
 
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return numbers in ascending order as text, consecutive ones as a range."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda each: each[1] - each[0])]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
 def _parse_word(word: str) -> dict[str, Any]:
     """Return the fields of a layout that one word of its text sets.
 
@@ -199,8 +231,13 @@ def _parse_word(word: str) -> dict[str, Any]:
         return dict([_FLAGS[word]])
     name, colon, value = word.partition(":")
     if colon and value:
-        if name == "offload":
-            return {"offload": value}
+        if name in ("offload", "activations"):
+            return {"offload" if name == "offload" else "offload_activations": value}
+        if name == "recompute" and re.fullmatch(r"selective|every[1-9]\d*", value):
+            return {"recompute": value.replace("every", "every ")}
+        if name == "recompute" and re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", value):
+            ends = [(int(begin), int(end or begin)) for begin, _, end in (r.partition("-") for r in value.split(","))]
+            return {"recompute": tuple(number for begin, end in ends for number in range(begin, end + 1))}
         if name == "axes" and re.fullmatch(r"[\w.]+:\w+=[1-9]\d*(,[\w.]+:\w+=[1-9]\d*)*", value):
             pairs = [part.rpartition("=") for part in value.split(",")]
             return {"axes": tuple(sorted((path, int(ranks)) for path, _, ranks in pairs))}
@@ -238,13 +275,20 @@ def settings(
     return sections
 
 
-def layout_of(config: Config, ranks: int, blocks: Sequence[BlockCost] = ()) -> ParallelLayout:
+def layout_of(
+    config: Config,
+    ranks: int,
+    blocks: Sequence[BlockCost] = (),
+    slowness: Callable[[ParallelLayout], Sequence[float]] = lambda layout: [1.0] * layout.pipeline,
+) -> ParallelLayout:
     """Return the layout that a configuration describes.
 
     Args:
         config: The configuration; open settings are filled in as in training.
         ranks: Number of ranks.
         blocks: Blocks of the model, for a cut by parameters or by time; without them, such a cut is taken as uniform.
+        slowness: Function that returns the factor by which each rank of a layout's pipeline computes slower than
+            `blocks` say. Default: all ranks are equal.
 
     Raises:
         InputError: The product of the axes is not the number of ranks.
@@ -260,18 +304,23 @@ def layout_of(config: Config, ranks: int, blocks: Sequence[BlockCost] = ()) -> P
     return replace(
         layout.only(*(SECTION_OF.keys() - layout.idle)),
         microbatch=train.microbatch or -(-train.batch // most),
-        cut=_cut(parallel.cut, layout.pipeline * parallel.chunks, blocks) if layout.pipeline > 1 else (),
+        cut=_cut(parallel.cut, layout, blocks, slowness(layout)) if layout.pipeline > 1 else (),
     )
 
 
-def _cut(cut: str | Sequence[int], stages: int, blocks: Sequence[BlockCost]) -> tuple[int, ...]:
+def _cut(
+    cut: str | Sequence[int], layout: ParallelLayout, blocks: Sequence[BlockCost], slowness: Sequence[float]
+) -> tuple[int, ...]:
     """Return the number of blocks of each stage; empty if the stages have equal numbers."""
     if not isinstance(cut, str):
         return tuple(int(number) for number in cut)
+    stages = layout.pipeline * layout.chunks
     if cut == "uniform" or len(blocks) < stages:
         return ()
-    costs = [float(sum(w.numel for w in b.weights)) if cut == "parameters" else b.seconds for b in blocks]
-    return sizes(partition(costs, stages))
+    if cut == "parameters":
+        return sizes(partition([[float(sum(w.numel for w in b.weights)) for b in blocks]] * stages))
+    rank_of = make_schedule(layout.schedule, layout.pipeline, layout.pipeline, layout.chunks, layout.slices).rank_of
+    return sizes(partition([[b.seconds * slowness[rank] for b in blocks] for rank in rank_of]))
 
 
 def sizes(bounds: Sequence[int]) -> tuple[int, ...]:

@@ -6,16 +6,19 @@ ones for memory that a step needs temporarily.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
+from typing import NamedTuple
 
 from mpitrain.layers.precision import DTYPES
 from mpitrain.layout.boxes import Flat, lay_out
-from mpitrain.parallel.costs import BlockCost, Weight
+from mpitrain.parallel.costs import AxisExchange, BlockCost, Weight
 from mpitrain.parallel.layouts import ParallelLayout
 from mpitrain.parallel.places import LayoutPlaces
+from mpitrain.parallel.recompute import segments
 from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.simulate import Flow
 from mpitrain.shard.flat import MULTIPLE, lay_in_buckets
@@ -25,12 +28,70 @@ from mpitrain.shard.placement import SCRATCH, STAGES, Account, formula
 ITEMSIZE: dict[str, int] = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 
+class Recomputed(NamedTuple):
+    """Activations of a block from its forward pass until its backward pass, as train.recompute keeps them.
+
+    Attributes:
+        kept_bytes: Bytes kept from forward until backward.
+        again: Bytes that recomputing a segment adds at once, at its first block; else 0.
+        seconds: Seconds of recomputing the block.
+        exchanges: Exchanges of recomputing the block.
+    """
+
+    kept_bytes: int
+    again: int = 0
+    seconds: float = 0.0
+    exchanges: tuple[AxisExchange, ...] = ()
+
+
+def recomputed(layout: ParallelLayout, blocks: Sequence[BlockCost], begins: Sequence[int] = (0,)) -> list[Recomputed]:
+    """Return what is kept and what is computed again of each block (see `parallel.recompute`).
+
+    Args:
+        layout: The layout.
+        blocks: Blocks of the whole model, in order.
+        begins: Number of the first block of each pipeline stage. With train.recompute true, a stage is one segment, and
+            runs its forward pass to the end.
+
+    Raises:
+        InputError: The layout names a block that the model does not have.
+    """
+    way, stage_begins = layout.recompute, {*begins} - {0}
+    # a stage's first block keeps its input itself: the block that also keeps it is on another rank
+    result = [Recomputed(b.saved_bytes + b.shared_bytes * (n in stage_begins)) for n, b in enumerate(blocks)]
+    by_stage = layout.recomputes_stages
+    units = [number for number, block in enumerate(blocks) if block.is_unit]
+    groups = [range(len(blocks))] if by_stage else [[units[n] for n in each] for each in segments(way, len(units))]
+    for segment in (list(inside) for group in groups for _, inside in groupby(group, lambda n: bisect(begins, n))):
+        for number in segment:
+            block = blocks[number]
+            seconds, exchanges = block.forward + block.hooks * (not by_stage), block.forwards
+            if number == segment[-1] and not by_stage:  # up to the last tensor that backward needs
+                seconds, exchanges = seconds - block.tail, exchanges[:-1]
+            kept_bytes = block.input_bytes if number == segment[0] else 0
+            if number and number not in stage_begins and not result[number - 1].seconds:
+                kept_bytes -= min(kept_bytes, block.shared_bytes)
+            again = sum(blocks[n].saved_bytes for n in segment) if number == segment[0] else 0
+            if layout.partition_activations and number == segment[0]:  # a part is kept, and gathered for backward
+                kept_bytes, again = -(-block.input_bytes // layout.tensor), again + block.input_bytes
+                exchanges = (AxisExchange("all_gather", block.input_bytes), *exchanges)
+            if way == "selective":
+                kept_bytes, again = kept_bytes + block.product_bytes, again - block.product_bytes
+                seconds -= block.products
+            result[number] = Recomputed(kept_bytes, again, seconds, exchanges)
+        after = segment[-1] + 1
+        if after < len(blocks):  # the block after a segment may have to keep its input itself
+            result[after] = Recomputed(blocks[after].saved_bytes + blocks[after].shared_bytes)
+    return result
+
+
 @dataclass(frozen=True)
 class StageHoldings:
     """Blocks and parameters of the ranks at one pipeline position.
 
     Attributes:
         stages: Blocks of each of its stages.
+        recomputed: Activation bytes and recomputation of each of these blocks.
         weights: Trained parameters, each once, in the order in which backward finishes their gradients.
         where: Number of the first block that has each of these parameters, counted through all stages in order.
         flat: Layout of these parameters in flat memory, with buckets and shards.
@@ -39,6 +100,7 @@ class StageHoldings:
     """
 
     stages: tuple[tuple[BlockCost, ...], ...]
+    recomputed: tuple[tuple[Recomputed, ...], ...]
     weights: tuple[Weight, ...]
     where: tuple[int, ...]
     flat: Flat
@@ -49,6 +111,11 @@ class StageHoldings:
     def numel(self) -> int:
         """Number of trained elements."""
         return sum(weight.numel for weight in self.weights)
+
+    @property
+    def kept_bytes(self) -> float:
+        """Bytes that its blocks keep of one microbatch from forward until backward."""
+        return float(sum(block.kept_bytes for stage in self.recomputed for block in stage))
 
     @property
     def nbytes(self) -> int:
@@ -108,6 +175,7 @@ def stage_holdings(
         flat = lay_in_buckets([weight.numel for weight, _ in trained], itemsize, bucket_mb, parts)
     return StageHoldings(
         tuple(map(tuple, stages)),
+        (),
         tuple(weight for weight, _ in trained),
         tuple(block for _, block in trained),
         flat,
@@ -172,7 +240,7 @@ def account(
         gathered = root + (2.0 * max(units, default=0) if layout.reshard else float(sum(units)))
     exchanged = [e for s in holdings.stages for b in s for e in (*b.forwards, *b.backwards)]
     passing = sum(axis.buffers(e.nbytes for e in exchanged if e.axis == axis.name) for axis, _ in layout.sizes)
-    activations, peak = _activations(layout, holdings, flying)
+    activations, peak = _activations(places, holdings, flying)
     if flow is not None:
         peak += _gradients_outside_flat(layout, holdings, flow.shape, rank)
     shards = places.shards()[0].size if stage.states else 1
@@ -197,7 +265,9 @@ def account(
     return categories
 
 
-def host_account(inputs: MemoryInputs, holdings: StageHoldings, data: float) -> dict[str, float]:
+def host_account(
+    inputs: MemoryInputs, holdings: StageHoldings, data: float, flying: float | None = None
+) -> dict[str, float]:
     """Return the peak bytes in the host's memory of a rank with a device, by category.
 
     The rank builds the whole model in fp32 there, and moves or copies its part to the device. Offloaded memory is
@@ -207,6 +277,7 @@ def host_account(inputs: MemoryInputs, holdings: StageHoldings, data: float) -> 
         inputs: Inputs that do not depend on the position.
         holdings: Blocks and parameters of the rank.
         data: Bytes of batches that are read ahead.
+        flying: Bytes of activations between forward and backward (`in_flight`); None without a pipeline.
     """
     layout, sharded = inputs.places.layout, STAGES[inputs.places.layout.zero].states
     elements = holdings.flat.numel if sharded else holdings.numel
@@ -218,6 +289,8 @@ def host_account(inputs: MemoryInputs, holdings: StageHoldings, data: float) -> 
     if layout.offload:  # gradients and, where they are rounded, parameters pass through pinned memory
         training["pinned"] = part * holdings.itemsize * (2 if holdings.itemsize < 4 else 1)
         training["states"] = stored.states if layout.offload == HOST else 0.0
+    if layout.offload_activations == HOST:
+        training["activations"] = holdings.kept_bytes if flying is None else flying
     return {"process": float(inputs.process)} | max(training, building, key=lambda each: sum(each.values()))
 
 
@@ -239,36 +312,31 @@ def _gradients_outside_flat(layout: ParallelLayout, holdings: StageHoldings, sch
     return float(stay + max((n for each in sizes.values() for n in each), default=0)) * holdings.itemsize
 
 
-def in_flight(layout: ParallelLayout, flow: Flow, holds: Sequence[StageHoldings]) -> list[float]:
+def in_flight(flow: Flow, holds: Sequence[StageHoldings]) -> list[float]:
     """Return the peak bytes of activations between forward and backward, at each position of a pipeline.
 
     Args:
-        layout: The layout.
         flow: Flow of microbatches through the pipeline.
         holds: Blocks and parameters at each position.
     """
     keeps = [0.0] * flow.shape.stages
     for rank, holdings in enumerate(holds):
-        for number, stage in zip(flow.shape.stages_of(rank), holdings.stages, strict=True):
-            whole = float(sum(block.saved_bytes for block in stage))
-            keeps[number] = float(stage[0].input_bytes) if layout.recompute and stage else whole
+        for number, stage in zip(flow.shape.stages_of(rank), holdings.recomputed, strict=True):
+            keeps[number] = float(sum(block.kept_bytes for block in stage))
     return flow.peak_bytes(tuple(keeps))
 
 
-def _activations(layout: ParallelLayout, holdings: StageHoldings, flying: float) -> tuple[float, float]:
+def _activations(places: LayoutPlaces, holdings: StageHoldings, flying: float) -> tuple[float, float]:
     """Return the peak bytes kept between forward and backward, and the further bytes needed while a block computes."""
-    blocks = [block for stage in holdings.stages for block in stage]
-    working = float(max((block.working for block in blocks), default=0))
+    layout, moved = places.layout, places.layout.offload_activations
+    working = float(max((block.working for stage in holdings.stages for block in stage), default=0))
+    working += max((block.again for stage in holdings.recomputed for block in stage), default=0)
+    if moved and (places.on_device or moved != HOST):  # a device has those of two blocks (`parallel.activations`)
+        of_blocks = [0, *(block.kept_bytes for stage in holdings.recomputed for block in stage)]
+        flying = max(map(sum, pairwise(of_blocks))) * float(places.on_device)
+    elif layout.pipeline == 1:
+        flying = holdings.kept_bytes
     if layout.pipeline == 1:
-        again = [layout.recompute and block.is_unit for block in blocks]
-        nbytes = sum(block.input_bytes if r else block.saved_bytes for block, r in zip(blocks, again, strict=True))
-        return float(nbytes), working + max(
-            (block.saved_bytes for block, r in zip(blocks, again, strict=True) if r), default=0
-        )
-    once = (
-        max((sum(block.saved_bytes for block in stage) for stage in holdings.stages), default=0)
-        if layout.recompute
-        else 0
-    )
+        return flying, working
     ends = max((stage[-1].output_bytes for stage in holdings.stages if stage), default=0)
-    return flying + 2.0 * ends, working + once
+    return flying + 2.0 * ends, working

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from mpitrain.config.training import recomputes_stages
 from mpitrain.errors import refusal
 from mpitrain.layout.mesh import BLOCKS, MeshAxis
 from mpitrain.parallel.costs import Divided, ModelProfile
@@ -74,7 +75,7 @@ class PipelineAxis(MeshAxis):
             cut=part.cut,
             blocks=() if isinstance(parallel.cut, str) else parallel.cut,
             microbatches=default_microbatches(group.size),
-            recompute=part.recompute,
+            recompute=recomputes_stages(part.train),  # otherwise see `divide`
             device=part.device,
         )
         part.pipeline, part.module = pipeline, pipeline.module

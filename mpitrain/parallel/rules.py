@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
+from mpitrain.choices import DelayedSchedule
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError, refusal
 from mpitrain.layout.mesh import BLOCKS, PARTS, SAMPLES, Sizes, count_along
@@ -79,14 +80,11 @@ def require_compatible(combination: Combination) -> None:
 
 
 def _compile_conflict(of: Combination) -> str:
-    if not of.compiled or not (of.reproducible or of.parallel.slices > 1):
+    sliced = of.parallel.slices > 1 and of.count(BLOCKS) > 1
+    if not of.compiled or not (of.reproducible or sliced):
         return ""
     why = "run.reproducible, which needs sums in a known order"
-    why = (
-        "parallel.slices, which calls the blocks slice by slice without compiling them"
-        if of.parallel.slices > 1
-        else why
-    )
+    why = "parallel.slices, which calls the blocks slice by slice without compiling them" if sliced else why
     return f"model.compile cannot be combined with {why}; set one of them to its default"
 
 
@@ -163,6 +161,7 @@ class LayoutRules:
         workers: The setting run.workers if run.reproducible is on, else 0.
         offload: The setting parallel.offload_parameters.
         axes: The setting parallel.axes, as pairs.
+        recompute: The value of train.recompute that layouts must have; None: any.
     """
 
     warmup: tuple[int, ...] = ()
@@ -170,6 +169,7 @@ class LayoutRules:
     workers: int = 0
     offload: str = ""
     axes: tuple[tuple[str, int], ...] = ()
+    recompute: bool | str | tuple[int, ...] | None = None
 
     def allow(self, layout: ParallelLayout, model: ModelProfile, nodes: Nodes = Nodes()) -> bool:
         """Return True if a job accepts a layout, by the rules that it checks at its start.
@@ -202,11 +202,17 @@ def rules_of(config: Config) -> LayoutRules:
     """Return the restrictions on layouts from a configuration.
 
     Raises:
-        InputError: A planner cannot be used with parallel.mode or train.accumulation of the configuration.
+        InputError: A planner cannot be used with parallel.mode, parallel.schedule or train.accumulation of the
+            configuration.
     """
     if config.parallel.mode != "sync":
         raise refusal(
             f"the planner supports only parallel.mode sync, and the mode is {config.parallel.mode}; set it to sync"
+        )
+    if config.parallel.schedule in get_args(DelayedSchedule):
+        raise refusal(
+            f"the planner compares layouts that train alike, which parallel.schedule {config.parallel.schedule} does "
+            "not; set it to another one, such as 1f1b"
         )
     if config.train.accumulation:
         raise refusal(

@@ -51,7 +51,7 @@ class TensorAxis(MeshAxis):
             group: Communicator of the tensor ranks, or its stand-in in the planner.
         """
         if group.size > 1:
-            parallel = part.parallel
+            parallel, part.tensor = part.parallel, group
             plan = plan_for(part.module, part.plan, sequence=parallel.sequence)
             parallelize(part.module, group, plan, sequence=parallel.sequence, whole=parallel.whole)
 

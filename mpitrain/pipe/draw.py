@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import InputError
-from mpitrain.pipe.schedule import SCHEDULES, Backward, BackwardInput, BackwardWeight, Forward, make_schedule
+from mpitrain.pipe.schedule import DELAYED, SCHEDULES, Backward, BackwardInput, BackwardWeight, Forward, make_schedule
 from mpitrain.pipe.simulate import Costs, Simulation, simulate
 from mpitrain.storage.disk import replacing
 
@@ -126,7 +126,7 @@ def picture(simulation: Simulation, figure: Any) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line arguments of the command."""
-    parser.add_argument("--schedule", choices=[*SCHEDULES, "terapipe"], default="1f1b")
+    parser.add_argument("--schedule", choices=[*SCHEDULES, *DELAYED, "terapipe"], default="1f1b")
     parser.add_argument("--stages", type=int, default=4, metavar="P", help="pipeline ranks [4]")
     parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="[8]")
     parser.add_argument("--chunks", type=int, metavar="V", help="stages per rank [interleaved: 2, others: 1]")

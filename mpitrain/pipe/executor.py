@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from mpitrain.comm import Work
+from mpitrain.comm.memory.device import CPU, generator_state, is_accelerator
 from mpitrain.errors import InputError
 from mpitrain.layers.loss_terms import zero_loss
 from mpitrain.pipe.schedule import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Compute,
     Forward,
     PipelineProgram,
     Receive,
@@ -28,6 +30,7 @@ from mpitrain.pipe.schedule import (
 )
 from mpitrain.pipe.simulate import needs
 from mpitrain.pipe.stage import Past, SavedForward, Stage
+from mpitrain.pipe.versions import WeightVersions
 from mpitrain.pipe.wire import OutputSpec, StageMessages, as_tuple
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -50,6 +53,8 @@ class PipelineBatch:
         shares: Share of each microbatch in the loss terms that stages add.
         known: Output specs of each microbatch by stage, as far as they are known; headers carry the others.
         seen: Function called with each microbatch's output and targets on the last stage's rank; None for none.
+        seed_next: Function called before the first forward step of the next batch.
+        begun: Results of the steps that the batch before has taken of this one; None without such steps.
         losses: Weighted loss by microbatch, filled on the last stage's rank.
     """
 
@@ -59,7 +64,43 @@ class PipelineBatch:
     shares: Sequence[float]
     known: Sequence[KnownSpecs]
     seen: Seen | None = None
+    seed_next: Callable[[], None] = lambda: None
+    begun: BegunBatch | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Upcoming:
+    """The batch after the present one, whose first steps a schedule may take already.
+
+    Attributes:
+        microbatches: Pairs (x, y), as for `Pipeline.forward_backward`.
+        weights: Weight of each microbatch's loss.
+        seed: Function that seeds the random generators for the batch.
+    """
+
+    microbatches: Sequence[tuple[Any, Any]]
+    weights: Sequence[float]
+    seed: Callable[[], None] = lambda: None
+
+
+@dataclass
+class BegunBatch:
+    """Results of a batch's steps that were taken during the batch before.
+
+    Attributes:
+        arriving: Tensors that wait for a step, as in the executor.
+        saved: Data that stages keep for backward steps.
+        losses: Weighted loss by microbatch.
+        known: Output specs of the microbatches that have begun.
+        random: States of the random generators, after the forward steps.
+    """
+
+    arriving: dict[tuple[int, int, bool], Arriving]
+    saved: dict[tuple[int, int], SavedForward]
+    losses: dict[int, torch.Tensor]
+    known: Sequence[KnownSpecs]
+    random: list[tuple[torch.device, torch.Tensor]]
 
 
 _NONE = PipelineBatch((), (), (), (), ())
@@ -75,9 +116,11 @@ class Executor:
         loss: Loss function of (output, targets); None on ranks without the last stage.
         messages: Messages between the ranks of the pipeline.
         watched: Function of (step, call) that returns the call to make instead, such as a timed one; None for none.
+        versions: Weights to select before each step, for a schedule that begins the next batch; None for one version.
 
     Attributes:
         peak_in_flight: Largest number of (stage, microbatch) pairs that were in flight at once in the last batch.
+        next_begun: Results of the last batch's steps for the batch after it; None without such steps.
     """
 
     def __init__(
@@ -88,6 +131,7 @@ class Executor:
         loss: Loss | None,
         messages: StageMessages,
         watched: Watched | None = None,
+        versions: WeightVersions | None = None,
     ) -> None:
         self.schedule = program.schedule
         self.stages, self.loss, self.messages = stages, loss, messages
@@ -100,11 +144,16 @@ class Executor:
         self._saved: dict[tuple[int, int], SavedForward] = {}
         self._past: dict[tuple[int, int], Past] = {}
         self.peak_in_flight = 0  # see the class's docstring
+        self.next_begun: BegunBatch | None = None
         self._calls: list[Callable[[], None]] = []
         for step in program.steps[rank]:
             need = None if isinstance(step, Send | Receive) else needs(step, self._last)
             if need is not None and need[1] not in stages:
                 self._calls.append(partial(self._wait, (need[1], step.microbatch, need[0] is not Forward)))
+            if versions is not None and isinstance(step, Compute):
+                self._calls.append(partial(versions.select, step.microbatch >= self.schedule.microbatches))
+                if isinstance(step, Forward) and step.microbatch == self.schedule.microbatches:
+                    self._calls.append(lambda: self._batch.seed_next())
             call = self._bind(step)
             self._calls.append(call if watched is None else watched(step, call))
 
@@ -119,10 +168,19 @@ class Executor:
             The weighted losses in the order of the microbatches; empty except on the last stage's rank.
         """
         self._batch, self._headers, self.peak_in_flight = batch, headers, 0
+        self.next_begun = None
+        if batch.begun is not None:
+            self._arriving, batch.losses = batch.begun.arriving, batch.begun.losses
+            for (number, microbatch), saved in batch.begun.saved.items():
+                if saved.compute_loss is not None:
+                    saved.compute_loss = partial(self._compute_loss, microbatch)
+                self._saved[number, microbatch] = saved
         try:
             for call in self._calls:
                 call()
             self.messages.finish()
+            if self.schedule.after:
+                self.next_begun = self._take_begun(batch)
             return [batch.losses[j] for j in sorted(batch.losses)]
         except BaseException:
             self._abandoned.append(self._arriving)
@@ -132,6 +190,18 @@ class Executor:
             self._batch = _NONE
             for store in (self._leaving, self._saved, self._past):
                 store.clear()
+
+    def _take_begun(self, batch: PipelineBatch) -> BegunBatch:
+        """Return what the next batch needs of its steps in this one, with its microbatches numbered from 0."""
+        count, losses = self.schedule.microbatches, batch.losses
+        arriving = {(s, j - count, gradient): of for (s, j, gradient), of in self._arriving.items()}
+        saved = {(s, j - count): of for (s, j), of in self._saved.items()}
+        batch.losses = {j: losses[j] for j in losses if j < count}
+        ahead = {j - count: losses[j] for j in losses if j >= count}
+        on = {CPU, *(t.device for of in saved.values() for t in of.outputs if is_accelerator(t.device))}
+        random = [(device, generator_state(device)) for device in on]
+        self._arriving = {}
+        return BegunBatch(arriving, saved, ahead, batch.known[count:], random)
 
     def _bind(self, step: Step) -> Callable[[], None]:
         """Return the call that carries out a step."""

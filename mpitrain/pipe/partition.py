@@ -10,11 +10,13 @@ sign. `check_slices` therefore compares each block's output for slices with its 
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -24,6 +26,10 @@ from mpitrain.layers.loss_terms import Counts, shares_of, to_floats
 from mpitrain.layout.boxes import split
 from mpitrain.pipe.wire import as_tuple, map_tensors, signature_of
 
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
+
+Cut = str | Sequence[float] | Sequence[Sequence[float]]
 _TRIES = 3  # timings of a block; the fastest counts
 
 
@@ -66,25 +72,27 @@ def listed_blocks(
     return blocks
 
 
-def partition(costs: Sequence[float], parts: int) -> list[int]:
+def partition(costs: Sequence[Sequence[float]]) -> list[int]:
     """Divide a list into contiguous, non-empty parts so that the largest sum of costs is as small as possible.
 
-    Among such partitions, the one with the smallest sum of squares is returned, so that the other parts are balanced
-    too. Dynamic programming over (blocks taken, parts made).
+    The parts may be computed by ranks of different speed, whose order is fixed; a rank that is half as fast then gets
+    about half the work. Among the best partitions, the one with the smallest sum of squares is returned, so that the
+    other parts are balanced too. Dynamic programming over (blocks taken, parts made), as for equal ranks in Narayanan
+    et al. 2019 (PipeDream, section 3.1) and for a chain of unequal ones in Pinar, Tabak and Aykanat 2008
+    (One-dimensional partitioning for heterogeneous systems).
 
     Args:
-        costs: Cost of each block.
-        parts: Number of parts.
+        costs: Cost of each block in each part: costs[part][block].
 
     Returns:
-        The bounds, `parts + 1` numbers: part p has blocks bounds[p] to bounds[p + 1] - 1.
+        The bounds, one more than parts: part p has blocks bounds[p] to bounds[p + 1] - 1.
     """
-    total = [0.0, *accumulate(costs)]
-    n = len(costs)
+    parts, n = len(costs), len(costs[0])
     best: list[tuple[float, float]] = [(float("inf"), 0.0)] * (n + 1)
     best[0] = 0.0, 0.0
     choices: list[list[int]] = []
     for part in range(parts):
+        total = [0.0, *accumulate(costs[part])]
         following: list[tuple[float, float]] = [(float("inf"), 0.0)] * (n + 1)
         choice = [0] * (n + 1)
         for end in range(part + 1, n - (parts - part - 1) + 1):
@@ -103,7 +111,7 @@ def partition(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def stage_bounds(
-    blocks: Sequence[Any], stages: int, numbers: Sequence[int] = (), costs: Sequence[float] | None = None
+    blocks: Sequence[Any], stages: int, numbers: Sequence[int] = (), costs: Sequence[Sequence[float]] | None = None
 ) -> list[int]:
     """Return the bounds of the stages in the list of blocks.
 
@@ -114,7 +122,7 @@ def stage_bounds(
         blocks: Blocks of the model, in order.
         stages: Number of stages.
         numbers: Number of blocks of each stage; may be empty.
-        costs: Cost of each block; None if all blocks cost the same.
+        costs: Cost of each block on each stage: costs[stage][block]; None if all blocks cost the same.
 
     Returns:
         The bounds, `stages + 1` numbers: stage s has blocks bounds[s] to bounds[s + 1] - 1.
@@ -141,7 +149,7 @@ def stage_bounds(
         )
     if numbers:
         return [0, *accumulate(numbers)]
-    return split(len(blocks), stages) if costs is None else partition(costs, stages)
+    return split(len(blocks), stages) if costs is None else partition(costs)
 
 
 def parameter_costs(blocks: Sequence[tuple[str, nn.Module]]) -> list[float]:
@@ -149,7 +157,7 @@ def parameter_costs(blocks: Sequence[tuple[str, nn.Module]]) -> list[float]:
     return [float(sum(p.numel() for p in block.parameters())) for _, block in blocks]
 
 
-def time_costs(blocks: Sequence[tuple[str, nn.Module]], x: Any) -> list[float]:
+def time_costs(blocks: Sequence[tuple[str, nn.Module]], x: Any, device: torch.device | None = None) -> list[float]:
     """Return the measured seconds of one forward and backward pass of each block.
 
     The model's buffers and the random generators are restored afterwards.
@@ -157,11 +165,16 @@ def time_costs(blocks: Sequence[tuple[str, nn.Module]], x: Any) -> list[float]:
     Args:
         blocks: Blocks of the model, in order.
         x: Input of the model.
+        device: Device to measure on, where each block is copied in turn. Default: that of the input and the blocks.
     """
     costs = []
-    device = next((t.device for t in as_tuple(x) if isinstance(t, torch.Tensor)), devices.CPU)
+    here = next((t.device for t in as_tuple(x) if isinstance(t, torch.Tensor)), devices.CPU)
+    elsewhere = device is not None and device != here
+    device = device or here
+    x = map_tensors(lambda t: t.to(device), x)
     with devices.preserve_generators(device), torch.enable_grad():
         for _, block in blocks:
+            block = copy.deepcopy(block).to(device) if elsewhere else block
             buffers = [(b, b.clone()) for b in block.buffers()]
             seconds, x = min((_timed(block, x) for _ in range(_TRIES)), key=lambda pair: pair[0])
             costs.append(seconds)
@@ -186,6 +199,28 @@ def _timed(block: nn.Module, x: Any) -> tuple[float, Any]:
         torch.autograd.grad(outputs, leaves, [torch.ones_like(t) for t in outputs], allow_unused=True)
     devices.synchronize(device)
     return time.perf_counter() - begin, map_tensors(torch.Tensor.detach, y)
+
+
+def costs_by_rank(world: Communicator, stages: Communicator, measure: Callable[[], list[float]]) -> list[list[float]]:
+    """Return the cost of each block on each rank of a pipeline: costs[rank][block]. Collective.
+
+    All ranks measure at the same time, as they compute in training. Where several ranks have the same stages, those of
+    other pipelines for example, the slowest counts.
+
+    Args:
+        world: Ranks of all pipelines.
+        stages: Ranks of this rank's pipeline.
+        measure: Function that returns the cost of each block on this rank, for example `time_costs`.
+    """
+    seconds, error = list[float](), None
+    try:
+        seconds = measure()
+    except Exception as caught:  # agree() raises it on all ranks
+        error = caught
+    world.agree(error)
+    costs = np.array(stages.all_gather_object(seconds))
+    world.all_reduce(costs, "max")
+    return [list(each) for each in costs.tolist()]
 
 
 _SEQUENCE = 1  # the sequence's dimension in [samples, sequence, ...]

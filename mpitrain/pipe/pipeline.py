@@ -16,20 +16,23 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from mpitrain.comm import Communicator
-from mpitrain.comm.memory.device import is_accelerator
+from mpitrain.comm.memory.device import is_accelerator, set_generator_state
 from mpitrain.errors import InputError, refusal
 from mpitrain.layers.loss_terms import Counts, shares_of, to_floats
 from mpitrain.layout.boxes import split
 from mpitrain.layout.mesh import Mesh
 from mpitrain.pipe.deferral import Deferred, GraphSeconds, StageSeconds, StageTimes, choose_deferred
-from mpitrain.pipe.executor import Executor, KnownSpecs, Loss, PipelineBatch, Seen, Watched
+from mpitrain.pipe.executor import BegunBatch, Executor, KnownSpecs, Loss, PipelineBatch, Seen, Upcoming, Watched
+from mpitrain.pipe.foreseen import ForeseenShapes
 from mpitrain.pipe.partition import (
+    Cut,
+    costs_by_rank,
     listed_blocks,
     parameter_costs,
     require_look_back,
@@ -37,9 +40,10 @@ from mpitrain.pipe.partition import (
     stage_bounds,
     time_costs,
 )
-from mpitrain.pipe.schedule import BackwardInput, Schedule, make_schedule
+from mpitrain.pipe.schedule import BackwardInput, Schedule, make_schedule, separate
 from mpitrain.pipe.simulate import forward_only, with_messages
 from mpitrain.pipe.stage import Stage
+from mpitrain.pipe.versions import WeightVersions
 from mpitrain.pipe.wire import StageMessages, signature_of
 
 _MEASURED = 5  # training batches until backward passes have been measured: one to warm up, two in halves, two whole
@@ -54,13 +58,14 @@ class Pipeline:
         loss: Function loss(output, y) that returns a scalar, the mean over the samples. If it is a method of the model,
             the whole model stays in memory on the last stage's rank.
         mesh: Mesh whose pipeline axis is used, or the communicator of the pipeline's ranks.
-        schedule: Name of the schedule: gpipe, 1f1b, interleaved, zero-bubble, terapipe, or package.module:function.
+        schedule: Name of the schedule: gpipe, 1f1b, interleaved, zero-bubble, terapipe, package.module:function, or
+            2bw, which is not exact (see `versions`).
         microbatches: Number of microbatches of an evaluation; a training step runs as many as it is given.
         chunks: Stages a rank.
         slices: Number of slices of each sequence. Every block that uses earlier positions needs a `forward_slice`
             (see `stage`).
         cut: Quantity that is balanced over the stages: uniform (blocks), parameters, or time, which needs a `sample`;
-            or the cost of each block.
+            or the cost of each block, or a list of these for each rank of the pipeline.
         blocks: Number of blocks of each stage, in order, which overrides `cut`; empty to use `cut`.
         sample: Input of a microbatch, for timing the blocks.
         recompute: If true, stages keep only their input, and run forward again before backward.
@@ -73,11 +78,14 @@ class Pipeline:
         module: This rank's blocks under their names in the whole model.
         bounds: Bounds of the stages: stage s has blocks bounds[s] to bounds[s + 1] - 1.
         last_rank: Rank of the last stage, where outputs and losses are.
+        foreseen: Shapes of the stages' outputs, if the other ranks do not exist; else None.
         peak_in_flight: Largest number of microbatches in flight on this rank in the last batch.
         watched: Function of (step, call) that returns the call to make instead; None for none. It takes effect for
             numbers of microbatches that have not been run before.
         counted: Function that counts the targets that the mean loss is over, to weight the parts of a batch; None to
             count samples and positions.
+        versions: Two versions of the weights, with a schedule that uses weights one step old (see `versions`): call its
+            `begin_update` before the optimizer's step. None with the other schedules.
     """
 
     def __init__(
@@ -90,7 +98,7 @@ class Pipeline:
         microbatches: int = 1,
         chunks: int = 1,
         slices: int = 1,
-        cut: str | Sequence[float] = "uniform",
+        cut: Cut = "uniform",
         blocks: Sequence[int] = (),
         sample: Any = None,
         recompute: bool = False,
@@ -103,10 +111,12 @@ class Pipeline:
         plan = self._schedule(max(1, microbatches))
         listed = listed_blocks(model)
         require_look_back(model, listed, slices)
-        bounds = stage_bounds(listed, plan.stages, blocks, None if blocks else _costs(listed, cut, sample, mesh))
+        costs = None if blocks else _costs(listed, cut, sample, mesh, plan.rank_of)
+        bounds = stage_bounds(listed, plan.stages, blocks, costs)
         parts = [listed[lo:hi] for lo, hi in pairwise(bounds)]
         mine = plan.stages_of(self.comm.rank)
         self.bounds = tuple(bounds)
+        self.foreseen = ForeseenShapes([block for _, block in listed], bounds) if self.comm.played else None
         self.module = named_tree([named for number in mine for named in parts[number]])
         halves = any(isinstance(step, BackwardInput) for step in plan.steps[self.comm.rank])
         self._stages = {
@@ -126,10 +136,12 @@ class Pipeline:
             self.module.to(device)
         self._messages = StageMessages(self.comm)
         self._device = device
-        self._executors: dict[tuple[int, bool], Executor] = {}
+        self._executors: dict[tuple[int, bool, bool, bool], Executor] = {}
         self._known: dict[Any, KnownSpecs] = {}
         self.peak_in_flight = 0.0
         self.watched: Watched | None = None
+        self.versions = WeightVersions(self.module) if plan.before else None
+        self._begun_batch: BegunBatch | None = None
         self.counted: Counts | None = None
 
     def forward_backward(
@@ -137,6 +149,7 @@ class Pipeline:
         microbatches: Sequence[tuple[Any, Any]],
         weights: Sequence[float],
         shares: Sequence[float] | None = None,
+        upcoming: Upcoming | None = None,
     ) -> float:
         """Add the gradients of the sum of weights[i] * loss_i to the parameters' `.grad`. Collective.
 
@@ -144,6 +157,8 @@ class Pipeline:
             microbatches: Pairs (x, y), the same on all ranks; the first stage uses x, the last uses y.
             weights: Weight of each microbatch's loss; with weight 0 the loss is not computed.
             shares: Share of each microbatch in the terms that a `LossTerm` adds; None to use the weights.
+            upcoming: Batch of the next call, which a schedule with two versions of the weights may begin; None to let
+                the pipeline drain.
 
         Returns:
             The weighted sum of the losses, on every rank.
@@ -160,7 +175,7 @@ class Pipeline:
         if not microbatches:
             return 0.0
         with torch.enable_grad():
-            return self._run(microbatches, weights, shares or weights, training=True)
+            return self._run(microbatches, weights, shares or weights, training=True, upcoming=upcoming)
 
     def evaluate(self, x: Any, y: Any, seen: Seen | None = None) -> float:
         """Return the mean loss of the samples on every rank, in evaluation mode and without gradients. Collective.
@@ -238,6 +253,7 @@ class Pipeline:
         shares: Sequence[float],
         training: bool,
         seen: Seen | None = None,
+        upcoming: Upcoming | None = None,
     ) -> float:
         """Run all microbatches, and return their weighted loss on every rank."""
         slices = self._schedule_options[2]
@@ -247,20 +263,77 @@ class Pipeline:
         self._messages.device = self._device or next(
             (p.device for p in self.module.parameters()), self._messages.device
         )
-        key = len(microbatches) // slices, training
-        if key not in self._executors:
-            schedule = self._schedule(key[0])
-            program = with_messages(schedule if training else forward_only(schedule))
-            self._executors[key] = Executor(
-                program, self.comm.rank, self._stages, self._loss, self._messages, self.watched
-            )
-        executor = self._executors[key]
         known, headers = self._shapes(microbatches, training)
-        inputs, targets = [x for x, _ in microbatches], [y for _, y in microbatches]
-        losses = executor.run(PipelineBatch(inputs, targets, weights, shares, known, seen), headers)
+        if self.versions is None or not training:
+            executor = self._executor(len(microbatches) // slices, training, begins=True, ends=True)
+            losses = executor.run(_batch_of(microbatches, weights, shares, known, seen), headers)
+        else:
+            executor, losses = self._run_one_of_many(microbatches, weights, known, headers, upcoming)
         self.peak_in_flight = executor.peak_in_flight / executor.schedule.chunks / slices
         numbers = torch.stack(losses).tolist() if losses else []  # the only wait for the device in a batch
         return self._messages.share_loss(sum(numbers), self.last_rank)
+
+    def _executor(self, count: int, training: bool, *, begins: bool, ends: bool) -> Executor:
+        """Return the executor for batches of this number of microbatches, made at its first use.
+
+        Args:
+            count: Number of microbatches.
+            training: True for forward and backward steps, False for an evaluation.
+            begins: If true, no steps of the batch have been taken before.
+            ends: If true, no steps of the next batch are taken.
+        """
+        key = count, training, begins, ends
+        if key not in self._executors:
+            schedule = separate(self._schedule(count), begins=begins, ends=ends)
+            program = with_messages(schedule if training else forward_only(schedule))
+            self._executors[key] = Executor(
+                program,
+                self.comm.rank,
+                self._stages,
+                self._loss,
+                self._messages,
+                self.watched,
+                self.versions if training else None,
+            )
+        return self._executors[key]
+
+    def _run_one_of_many(
+        self,
+        microbatches: Sequence[tuple[Any, Any]],
+        weights: Sequence[float],
+        known: Sequence[KnownSpecs],
+        headers: bool,
+        upcoming: Upcoming | None,
+    ) -> tuple[Executor, list[torch.Tensor]]:
+        """Run a batch that may have begun before, and begin the next one if it has as many microbatches.
+
+        The shapes inside the model must be known for the next batch, because not every rank computes all of its
+        microbatches that begin.
+        """
+        count, begun, self._begun_batch = len(microbatches), self._begun_batch, None
+        assert self.versions is not None
+        if upcoming is not None:
+            kinds = self._kinds(upcoming.microbatches, training=True)
+            if not self._static or len(kinds) != count or not all(kind in self._known for kind in kinds):
+                upcoming = None
+        executor = self._executor(count, True, begins=begun is None, ends=upcoming is None)
+        ahead = executor.schedule.most_ahead
+        if upcoming is not None:
+            microbatches = [*microbatches, *upcoming.microbatches[:ahead]]
+            weights, known = [*weights, *upcoming.weights[:ahead]], [*known, *(self._known[k] for k in kinds[:ahead])]
+        if begun is not None:
+            known = [*begun.known, *known[len(begun.known) :]]
+            for device, state in begun.random:
+                set_generator_state(device, state)
+        batch = _batch_of(microbatches, weights, weights, known)
+        batch.begun, batch.seed_next = begun, upcoming.seed if upcoming is not None else batch.seed_next
+        self.versions.begin_batch(begun=begun is not None)
+        try:
+            losses = executor.run(batch, headers)
+        finally:
+            self.versions.end_batch()
+        self._begun_batch = executor.next_begun
+        return executor, losses
 
     def _measure_halves(self, microbatches: int) -> None:
         """Begin a measured batch, or choose the graphs whose weight halves are deferred, after all measured ones.
@@ -302,14 +375,32 @@ class Pipeline:
         """Return the known shapes of each microbatch, and whether headers are needed; the same on all ranks."""
         if not self._static:
             return [{} for _ in microbatches], True
-        device = self._messages.device.type
-        mode = training, self.module.training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled(device)
-        kinds = [(mode, signature_of(x), signature_of(y)) for x, y in microbatches]
+        kinds = self._kinds(microbatches, training)
+        if self.foreseen is not None:
+            for kind, (x, _) in zip(kinds, microbatches, strict=True):
+                self._known[kind] = self._known.get(kind) or self.foreseen.of(x)
         if all(kind in self._known for kind in kinds):
             return [self._known[kind] for kind in kinds], False
         if len(self._known) > _MOST_SHAPES:
             self._known.clear()
         return [self._known.setdefault(kind, {}) for kind in kinds], True
+
+    def _kinds(self, microbatches: Sequence[tuple[Any, Any]], training: bool) -> list[Any]:
+        """Return a key of each microbatch; those with equal keys have equal shapes inside the model."""
+        device = self._messages.device.type
+        mode = training, self.module.training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled(device)
+        return [(mode, signature_of(x), signature_of(y)) for x, y in microbatches]
+
+
+def _batch_of(
+    microbatches: Sequence[tuple[Any, Any]],
+    weights: Sequence[float],
+    shares: Sequence[float],
+    known: Sequence[KnownSpecs],
+    seen: Seen | None = None,
+) -> PipelineBatch:
+    """Return the data that a program runs on, from pairs (x, y)."""
+    return PipelineBatch([x for x, _ in microbatches], [y for _, y in microbatches], weights, shares, known, seen)
 
 
 def _decoded(times: list[Any]) -> dict[int, StageSeconds | None]:
@@ -321,15 +412,22 @@ def _decoded(times: list[Any]) -> dict[int, StageSeconds | None]:
 
 
 def _costs(
-    blocks: Sequence[tuple[str, nn.Module]], cut: str | Sequence[float], sample: Any, mesh: Mesh | Communicator
-) -> Sequence[float] | None:
-    """Return the cost of each block, the same on all ranks; None if all blocks cost the same."""
+    blocks: Sequence[tuple[str, nn.Module]],
+    cut: Cut,
+    sample: Any,
+    mesh: Mesh | Communicator,
+    rank_of: Sequence[int],
+) -> Sequence[Sequence[float]] | None:
+    """Return the cost of each block on each stage, the same on all ranks; None if all blocks cost the same.
+
+    rank_of: Rank of each stage.
+    """
     if not isinstance(cut, str):
-        return cut
+        return [cast(Sequence[float], cut[rank] if isinstance(cut[rank], Sequence) else cut) for rank in rank_of]
     if cut == "uniform":
         return None
     if cut == "parameters":
-        return parameter_costs(blocks)
+        return [parameter_costs(blocks)] * len(rank_of)
     if cut != "time":
         raise refusal(f"unknown cut {cut!r}; choose uniform, parameters or time")
     if sample is None:
@@ -339,7 +437,9 @@ def _costs(
             'cut="time" cannot measure layers that are divided over several ranks; compute time_costs of the '
             "whole model before it is divided, and pass them as cut"
         )
-    return list((mesh.world if isinstance(mesh, Mesh) else mesh).on_root(lambda: time_costs(blocks, sample)))
+    world, stages = (mesh.world, mesh.stages) if isinstance(mesh, Mesh) else (mesh, mesh)
+    costs = costs_by_rank(world, stages, lambda: time_costs(blocks, sample))
+    return [costs[rank] for rank in rank_of]
 
 
 def named_tree(blocks: Sequence[tuple[str, nn.Module]]) -> nn.Module:

@@ -29,6 +29,13 @@ Idle fraction with F = I = W = 1 and free communication, and the largest number 
     interleaved   (p-1) / (vm+p-1)             p + (p-1)/v for m = n p, n > 1
     zero_bubble   (p-1) / (3m+p-1), v = 1      p for m >= p
                   (p-1) / (6m+p-1), v = 2      p for m >= 2p
+
+A schedule that is not exact: the pipeline does not drain between batches, and the gradients of a batch are those of
+weights that are one step old (see `versions`):
+
+    2bw           B0 F2 B1 F3 B2 F0 B3 F1      Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN
+                  the next batch begins while  Training" (PipeDream-2BW), with a meeting of all ranks after each
+                  this one ends                batch; not idle for m >= 2p - 2; 2 (p - rank) - 1 microbatches in flight
 """
 
 from __future__ import annotations
@@ -36,9 +43,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from itertools import pairwise
+from typing import Any, TypeAlias
 
-from mpitrain.choices import PipelineSchedule
+from mpitrain.choices import DelayedSchedule, PipelineSchedule
 from mpitrain.config.named import find
 from mpitrain.errors import MpitrainError, refusal
 
@@ -123,6 +131,9 @@ class Schedule:
         slices: Number of slices along the sequence that each of the caller's microbatches is divided into. The
             `microbatch` of a step then counts slices; the slices of one microbatch have consecutive numbers. A stage
             takes them in order forward and in reverse order backward.
+        before: Numbers of forward and backward steps of this batch that each stage has taken before; empty for none.
+        after: Numbers of forward and backward steps of the next batch that each stage takes; empty for none. Their
+            microbatches are numbered from `microbatches` on.
     """
 
     name: str
@@ -131,6 +142,8 @@ class Schedule:
     rank_of: tuple[int, ...]
     steps: tuple[tuple[Compute, ...], ...]
     slices: int = 1
+    before: tuple[tuple[int, int], ...] = ()
+    after: tuple[tuple[int, int], ...] = ()
 
     @property
     def stages(self) -> int:
@@ -141,6 +154,11 @@ class Schedule:
     def chunks(self) -> int:
         """Number of stages on each rank."""
         return self.stages // self.ranks
+
+    @property
+    def most_ahead(self) -> int:
+        """Number of microbatches of the next batch that begin in this one."""
+        return max((forward for forward, _ in self.after), default=0)
 
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages of a rank, in order."""
@@ -306,6 +324,79 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     return _scheduled("zero-bubble", microbatches, rank_of, map(order, range(ranks)))
 
 
+def two_bw(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """Return the 2BW schedule of one batch among others, in which every rank takes forward and backward steps in turns.
+
+    In turn j, stage s of p takes the forward step of microbatch j + 2 (p-1) - s and the backward step of j + s. Their
+    inputs are results of the turn before, so no rank waits, although all of them begin and end the batch together.
+
+    Args:
+        ranks: Number of pipeline ranks p.
+        microbatches: Number of microbatches of a batch; with fewer than 2 (p-1), ranks wait.
+        chunks: Stages a rank; must be 1.
+
+    Raises:
+        InputError: `ranks` or `microbatches` is below 1, or `chunks` is not allowed.
+
+    Reference:
+        Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training".
+    """
+    _check("2bw", ranks, microbatches, chunks, (1,))
+    begun = tuple((min(2 * (ranks - 1) - s, microbatches), min(s, microbatches)) for s in range(ranks))
+
+    def order(s: int) -> tuple[Compute, ...]:
+        forward, backward = begun[s]
+        return tuple(step for j in range(microbatches) for step in (Forward(s, forward + j), Backward(s, backward + j)))
+
+    return Schedule("2bw", ranks, microbatches, tuple(range(ranks)), tuple(map(order, range(ranks))), 1, begun, begun)
+
+
+def separate(schedule: Schedule, *, begins: bool, ends: bool) -> Schedule:
+    """Return the schedule of a batch that the pipeline is empty before, or after, or both.
+
+    Args:
+        schedule: Schedule of a batch among others, with one stage a rank.
+        begins: If true, the batch takes all its steps itself.
+        ends: If true, it takes no steps of the next batch.
+    """
+    if not schedule.before:
+        return schedule
+
+    def steps_of(s: int) -> tuple[Compute, ...]:
+        forward, backward = schedule.before[s] if begins else (0, 0)
+        ahead = forward - backward
+        turns = [step for j in range(backward) for step in (Forward(s, ahead + j), Backward(s, j))]
+        rest = [step for step in schedule.steps[s] if not ends or step.microbatch < schedule.microbatches]
+        return (*(Forward(s, j) for j in range(ahead)), *turns, *rest)
+
+    steps = tuple(steps_of(s) for s in range(schedule.stages))
+    before, after = () if begins else schedule.before, () if ends else schedule.after
+    return replace(schedule, steps=steps, before=before, after=after)
+
+
+def taken_before(
+    schedule: Schedule, begun: Sequence[tuple[int, int]], first: int
+) -> tuple[set[tuple[type, int, int]], list[set[tuple[int, int, bool]]]]:
+    """Return what the batch before has done of a batch.
+
+    Args:
+        schedule: Schedule of the batch, with one stage a rank unless `begun` is empty.
+        begun: Numbers of forward and backward steps of each stage, `before` or `after` of the schedule.
+        first: Number of the batch's first microbatch.
+
+    Returns:
+        The steps (kind, stage, microbatch), with both halves of a backward step; and for each rank, the results (stage,
+        microbatch, whether it is a gradient) that it has and has not used.
+    """
+    halves: dict[type, int] = {Forward: 0, BackwardInput: 1, BackwardWeight: 1}
+    done = {(k, s, first + j) for s, counts in enumerate(begun) for k, n in halves.items() for j in range(counts[n])}
+    here: list[set[tuple[int, int, bool]]] = [set() for _ in range(schedule.ranks)]
+    for s, (lower, upper) in enumerate(pairwise(begun)):
+        here[s + 1].update((s, first + j, False) for j in range(upper[0], lower[0]))
+        here[s].update((s + 1, first + j, True) for j in range(lower[1], upper[1]))
+    return done, here
+
+
 def terapipe(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
     """Return the GPipe schedule over the slices of all microbatches.
 
@@ -341,6 +432,10 @@ def in_slices(schedule: Schedule, slices: int) -> Schedule:
             "states at once; set parallel.slices to 1, or parallel.schedule to gpipe, 1f1b or interleaved"
         )
 
+    if schedule.before and slices > 1:
+        name = schedule.name
+        raise refusal(f"{name} does not slice sequences; set parallel.slices to 1, or parallel.schedule to 1f1b")
+
     def slices_of(step: Compute) -> list[Compute]:
         order = range(slices) if isinstance(step, Forward) else reversed(range(slices))
         return [type(step)(step.stage, step.microbatch * slices + number) for number in order]
@@ -355,14 +450,15 @@ SCHEDULES: dict[PipelineSchedule, Maker] = {
     "interleaved": interleaved,
     "zero-bubble": zero_bubble,
 }
+DELAYED: dict[DelayedSchedule, Maker] = {"2bw": two_bw}  # not exact: never chosen for the user
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1, slices: int = 1) -> Schedule:
     """Return the schedule with this name.
 
     Args:
-        name: Key of SCHEDULES, terapipe, or package.module:function. Such a function takes the numbers of ranks,
-            microbatches and chunks, and returns a `Schedule`.
+        name: Key of SCHEDULES or DELAYED, terapipe, or package.module:function. Such a function takes the numbers of
+            ranks, microbatches and chunks, and returns a `Schedule`.
         ranks: Number of pipeline ranks.
         microbatches: Number of microbatches of a batch.
         chunks: Stages a rank.
@@ -373,9 +469,10 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1, sli
     """
     if name == "terapipe":
         return terapipe(ranks, microbatches, slices)
-    maker = find("parallel.schedule", name) if ":" in name else SCHEDULES.get(name)  # type: ignore[call-overload]
+    makers: dict[Any, Maker] = {**SCHEDULES, **DELAYED}
+    maker = find("parallel.schedule", name) if ":" in name else makers.get(name)
     if maker is None:
-        raise refusal(f"there is no schedule {name!r}; choose one of {', '.join([*SCHEDULES, 'terapipe'])}")
+        raise refusal(f"there is no schedule {name!r}; choose one of {', '.join([*makers, 'terapipe'])}")
     schedule: Schedule = maker(ranks, microbatches, chunks)
     return schedule if slices == 1 else in_slices(schedule, slices)
 

@@ -43,6 +43,7 @@ from mpitrain.pipe.schedule import (
     Send,
     Step,
     make_schedule,
+    taken_before,
 )
 
 Cost = float | Sequence[float]  # one number for every stage, or one for each
@@ -123,7 +124,7 @@ class PreparedSchedule:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self._stages, self._count = schedule.stages, schedule.microbatches
+        self._stages, self._count = schedule.stages, schedule.microbatches + schedule.most_ahead
         # for each step of each rank: kind x stages + stage; the result it waits for, or -1; whether that comes from
         # another rank; the result it makes, or -1
         self._steps = [[self._numbers(step, rank) for step in steps] for rank, steps in enumerate(schedule.steps)]
@@ -149,7 +150,7 @@ class PreparedSchedule:
             ScheduleError: Steps wait for each other in a cycle.
         """
         seconds, message = self._seconds(costs), costs.message
-        done, waiting = [-1.0] * (2 * self._stages * self._count), dict[int, int]()
+        done, waiting = self._not_done(), dict[int, int]()
         clock, at = [0.0] * len(self._steps), [0] * len(self._steps)
         ready = list(range(len(self._steps)))
         while ready:
@@ -198,7 +199,7 @@ class PreparedSchedule:
             ScheduleError: Steps wait for each other in a cycle.
         """
         seconds, now = self._seconds(costs), 0.0
-        done, waiting = [-1.0] * (2 * self._stages * self._count), dict[int, int]()
+        done, waiting = self._not_done(), dict[int, int]()
         ends, at = [0.0] * len(self._steps), [0] * len(self._steps)
         running: dict[int, float] = {}  # time left of each rank's step, at full speed
         coming: list[tuple[float, int]] = []  # (arrival time, rank) of messages that ranks wait for
@@ -248,7 +249,20 @@ class PreparedSchedule:
         """
         nothing, less = [0.0] * self._stages, [-each for each in activations]
         change = [*activations, *less, *nothing, *less]
-        return [max(accumulate((change[step[0]] for step in steps), initial=0.0)) for steps in self._steps]
+        begun = [0.0] * len(self._steps)
+        for stage, (forward, backward) in enumerate(self.schedule.before):
+            begun[self.schedule.rank_of[stage]] += (forward - backward) * activations[stage]
+        changes = [[change[step[0]] for step in steps] for steps in self._steps]
+        return [max(accumulate(of, initial=first)) for of, first in zip(changes, begun, strict=True)]
+
+    def _not_done(self) -> list[float]:
+        """Return the time of each result: 0 for those of an earlier batch, -1 for those that are not there yet."""
+        done = [-1.0] * (2 * self._stages * self._count)
+        for stage, counts in enumerate(self.schedule.before):
+            for kind, count in enumerate(counts):
+                at = (kind * self._stages + stage) * self._count
+                done[at : at + count] = [0.0] * count
+        return done
 
     def _seconds(self, costs: Costs) -> list[float]:
         """Return the times of the steps, indexed by kind x stages + stage."""
@@ -461,8 +475,8 @@ class _Check:
         self.program, self.schedule, self.training = program, program.schedule, training
         ranks = self.schedule.ranks
         self.at = [0] * ranks
-        self.done: set[tuple[type, int, int]] = set()  # a Backward counts as both of its halves
-        self.here: list[set[tuple[int, int, bool]]] = [set() for _ in range(ranks)]  # received or made, not used
+        # steps done, a Backward as both of its halves; and for each rank, inputs received or made, not used
+        self.done, self.here = taken_before(self.schedule, self.schedule.before, 0)
         self.sent: set[tuple[int, int, bool]] = set()
 
     def run(self) -> None:
@@ -525,7 +539,7 @@ class _Check:
         stage, microbatch = step.stage, step.microbatch
         if not 0 <= stage < schedule.stages or schedule.rank_of[stage] != rank:
             raise self._error(rank, "computes a stage of another rank")
-        if not 0 <= microbatch < schedule.microbatches:
+        if not 0 <= microbatch < schedule.microbatches + schedule.most_ahead:
             raise self._error(rank, "computes a microbatch that does not exist")
         halves = (BackwardInput, BackwardWeight) if isinstance(step, Backward) else (type(step),)
         for half in halves:
@@ -561,14 +575,18 @@ class _Check:
         """Require that every step of every stage and microbatch has run, and that every message was used."""
         kinds = (Forward, BackwardInput, BackwardWeight) if self.training else (Forward,)
         schedule = self.schedule
-        expected = {(k, s, j) for k in kinds for s in range(schedule.stages) for j in range(schedule.microbatches)}
+        expected: set[tuple[type, int, int]] = {
+            (k, s, j) for k in kinds for s in range(schedule.stages) for j in range(schedule.microbatches)
+        }
+        ahead, waiting = taken_before(schedule, schedule.after, schedule.microbatches)
+        expected |= ahead
         if self.done != expected:
             some = next(iter(expected ^ self.done))
             raise ScheduleError(
                 f"{schedule.name}: {some[0].__name__} of microbatch {some[2]}, stage {some[1]} is missing or unexpected"
             )
         for rank, left in enumerate(self.here):
-            if left:
+            if left != waiting[rank]:
                 raise ScheduleError(f"{schedule.name}: rank {rank} ends with unused messages {sorted(left)}")
 
     def _error(self, rank: int, what: str) -> ScheduleError:

@@ -38,6 +38,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from mpitrain.comm.memory import device as devices
 from mpitrain.layers.loss_terms import terms_in
+from mpitrain.layers.sync_batchnorm import pause_statistics
 from mpitrain.pipe.deferral import StageSeconds, StageTimes, timed
 from mpitrain.pipe.wire import as_tuple, map_tensors
 
@@ -68,8 +69,6 @@ class SavedForward:
 
 class Stage:
     """One stage of a pipeline, which computes one microbatch at a time.
-
-    With recompute, BatchNorm updates its statistics twice, as with `torch.utils.checkpoint`.
 
     Args:
         blocks: Blocks of the stage, in order.
@@ -270,7 +269,8 @@ class Stage:
     def _recompute(self, saved: SavedForward) -> None:
         """Run forward again with a graph, from the same state of the random generators."""
         assert saved.random is not None
-        with devices.preserve_generators(saved.random[-1][0]), torch.enable_grad():
+        generators = devices.preserve_generators(saved.random[-1][0])
+        with generators, torch.enable_grad(), pause_statistics(self.blocks):
             for device, state in saved.random:
                 devices.set_generator_state(device, state)
             x = saved.inputs[0] if saved.single else saved.inputs

@@ -24,7 +24,7 @@ from functools import lru_cache
 
 from mpitrain.parallel.costs import BlockCost, Divided
 from mpitrain.parallel.layouts import ParallelLayout
-from mpitrain.parallel.memory import ITEMSIZE
+from mpitrain.parallel.memory import ITEMSIZE, recomputed
 from mpitrain.parallel.places import Group
 from mpitrain.pipe.simulate import estimate
 from mpitrain.planner.predictor import Predictor, StepSimulation
@@ -40,17 +40,18 @@ class _BlockSums:
         passes: Seconds of computing: forward, gradients of inputs, gradients of weights.
         seconds: Sum of `passes`.
         least_seconds: Lower bound of `seconds` if any layers may stay whole, which need no exchanges.
-        recompute_seconds: Seconds of recomputing the blocks that are recomputed without a pipeline.
+        recompute_seconds: Seconds of recomputing blocks, unless whole stages of a pipeline are recomputed.
         least_recompute_seconds: Lower bound of `recompute_seconds` if any layers may stay whole.
         exchange_seconds: Seconds of exchanges over the tensor axis: forward, backward.
         recompute_exchange_seconds: Seconds of the exchanges that recomputing repeats.
         forward: Smallest share of a block's seconds that its forward pass takes.
         block_seconds: Seconds of each block, exchanges included.
         block_forward_seconds: Seconds of each block's forward pass, exchanges included.
+        block_recompute_seconds: Seconds of recomputing each block, exchanges included.
         message_bytes: Bytes of the longest message between blocks.
         units: Number of blocks that are gathered one by one.
         activation_bytes: Bytes that autograd keeps.
-        recomputed_activation_bytes: Bytes that autograd keeps with recompute, without a pipeline.
+        kept_bytes: Bytes that autograd keeps with recompute, unless whole stages of a pipeline are recomputed.
         working_bytes: Largest number of temporary bytes of a block.
         numel: Elements of all parameters.
         largest: Elements of the largest block.
@@ -61,24 +62,26 @@ class _BlockSums:
         exchanges = [
             (step.exchange_seconds(block.forwards), step.exchange_seconds(block.backwards)) for block in blocks
         ]
-        units = [(b, other, f) for b, other, (f, _) in zip(blocks, undivided, exchanges, strict=True) if b.is_unit]
+        once = replace(step.layout, data=1, pipeline=1)
+        repeated = recomputed(once, blocks)
+        # bounds hold for any cut into stages, each of which ends a segment
+        least = [[b.seconds for b in recomputed(once, each, range(len(blocks)))] for each in (blocks, undivided)]
         sizes = [block.numel for block in blocks]
         self.passes = sum(b.forward for b in blocks), sum(b.input for b in blocks), sum(b.weight for b in blocks)
         self.seconds = sum(self.passes)
         self.least_seconds = sum(min(a.seconds, b.seconds) for a, b in zip(blocks, undivided, strict=True))
-        self.recompute_seconds = sum(block.forward for block, _, _ in units)
-        self.least_recompute_seconds = sum(min(block.forward, other.forward) for block, other, _ in units)
+        self.recompute_seconds = sum(block.seconds for block in repeated)
+        self.least_recompute_seconds: float = sum(map(min, *least))
         self.exchange_seconds = sum(f for f, _ in exchanges), sum(b for _, b in exchanges)
-        self.recompute_exchange_seconds = sum(f for _, _, f in units)
         self.forward = min((block.forward / block.seconds for block in blocks if block.seconds > 0), default=1.0)
         self.block_seconds = tuple(block.seconds + sum(both) for block, both in zip(blocks, exchanges, strict=True))
         self.block_forward_seconds = tuple(block.forward + f for block, (f, _) in zip(blocks, exchanges, strict=True))
+        self.block_recompute_seconds = tuple(b.seconds + step.exchange_seconds(b.exchanges) for b in repeated)
+        self.recompute_exchange_seconds = sum(self.block_recompute_seconds) - self.recompute_seconds
         self.message_bytes = max((block.output_bytes for block in blocks[:-1]), default=0)
-        self.units = len(units)
+        self.units = sum(block.is_unit for block in blocks)
         self.activation_bytes = sum(block.saved_bytes for block in blocks)
-        self.recomputed_activation_bytes = sum(
-            min(block.input_bytes, block.saved_bytes) if block.is_unit else block.saved_bytes for block in blocks
-        )
+        self.kept_bytes = sum(min(r.kept_bytes, block.saved_bytes) for r, block in zip(repeated, blocks, strict=True))
         self.working_bytes = max((block.working for block in blocks), default=0)
         self.numel, self.largest = sum(sizes), max(sizes)
         self.values = sum(not weight.same_as for block in blocks for weight in block.weights)
@@ -124,9 +127,11 @@ class Bounds:
         waited = 0.0  # r in the module's docstring, where a bound is known
         work, stages = self._block_sums_of(layout), layout.pipeline
         turns = self._predictor.turns(self._predictor.places(layout))
-        each = (work.seconds + work.least_recompute_seconds * layout.recompute) * turns + sum(work.exchange_seconds)
+        # the fastest rank of a pipeline may do nearly all
+        pace = turns * (min(self._predictor.slowness(layout)) if stages > 1 else self._data_pace(layout))
+        each = (work.seconds + work.least_recompute_seconds) * pace + sum(work.exchange_seconds)
         if layout.tensor > 1 and not layout.sequence:
-            each = (work.least_seconds + work.least_recompute_seconds * layout.recompute) * turns
+            each = (work.least_seconds + work.least_recompute_seconds) * pace
         if layout.chunks == layout.slices == 1 and turns == 1.0:
             waited = {"1f1b": 1.0, "gpipe": 1.0, "zero-bubble": work.forward}.get(layout.schedule, 0.0)
         count = self._predictor.model.batch / layout.readers / layout.microbatch
@@ -146,10 +151,10 @@ class Bounds:
             return (
                 self._pipeline(layout, work, costs, count * layout.slices) + costs.reduce_seconds + costs.final_seconds
             )
-        turns = costs.step.turns
+        turns = costs.step.turns * self._data_pace(layout)
         forward, input_, weight = (s * turns for s in work.passes)
-        backward = input_ + weight + work.recompute_seconds * turns * layout.recompute
-        exchanges = sum(work.exchange_seconds) + work.recompute_exchange_seconds * layout.recompute
+        backward = input_ + weight + work.recompute_seconds * turns
+        exchanges = sum(work.exchange_seconds) + work.recompute_exchange_seconds
         gathers = [costs.gather_seconds, costs.gather_seconds if layout.reshard else 0.0]
         reduce_seconds = costs.reduce_seconds
         if costs.step.places.overlaps:
@@ -165,16 +170,24 @@ class Bounds:
         python, halving = step.python, step.halving * (layout.schedule == "zero-bubble")
         forward, input_, weight = work.passes
         forward += work.exchange_seconds[0]
-        input_ += work.exchange_seconds[1] + forward * layout.recompute
+        by_stage = layout.recomputes_stages
+        input_ += work.exchange_seconds[1] + (forward if by_stage else sum(work.block_recompute_seconds))
         kinds = (forward, python), (input_, python), (weight, halving)  # seconds of all blocks, overhead of each stage
         spread = [(seconds + stages * each) / ranks for seconds, each in kinds]
-        uneven = self._slowest_stage(work, layout.recompute, stages) - sum(spread) / layout.chunks
+        uneven = self._slowest_stage(work, by_stage, stages) - sum(spread) / layout.chunks
         slowest = sum(spread) + max(0.0, uneven + 2 * python + halving)  # one of the rank's stages is longer
         if step.spins:
             spread, slowest = [seconds * step.turns for seconds in spread], slowest * step.turns
         message = self._predictor.collectives.message(work.message_bytes, *step.message_routes())
+        pace = ranks / sum(1 / each for each in step.slowness)  # with blocks in proportion to the speeds of the ranks
+        spread, slowest = [seconds * pace for seconds in spread], slowest * pace
         seconds = estimate(layout.schedule, ranks, count, layout.chunks, spread, slowest, message)
         return seconds if step.spins else max(seconds, sum(spread) * count * step.turns)
+
+    def _data_pace(self, layout: ParallelLayout) -> float:
+        """Return the slowness of the data axis as a whole, with samples in proportion to the speeds of its ranks."""
+        slowness = self._predictor.slowness(layout, "data")
+        return len(slowness) / sum(1 / each for each in slowness)
 
     def least_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         """Return a lower bound of the bytes of the rank that needs most, by category."""
@@ -197,16 +210,17 @@ class Bounds:
         bytes when the blocks of rank s keep K / (h_s sum of 1 / h_j) for each microbatch. With any other cut, one rank
         keeps more.
         """
+        if layout.offload_activations:
+            return float(work.working_bytes) * (layout.pipeline == 1)
         if layout.pipeline == 1:
-            stored = work.recomputed_activation_bytes if layout.recompute else work.activation_bytes
-            return float(stored + work.working_bytes)
-        if layout.recompute:
+            return float(work.kept_bytes + work.working_bytes)
+        if layout.recomputes_stages:
             return work.activation_bytes / layout.pipeline / layout.chunks
         count = self._predictor.microbatches(layout)
         stored_microbatches = peak_microbatches(
             layout.pipeline, 1, count, "gpipe" if layout.schedule == "gpipe" else "1f1b"
         )
-        return work.activation_bytes / sum(1 / each for each in stored_microbatches)
+        return work.kept_bytes / sum(1 / each for each in stored_microbatches)
 
     # -- sums that bounds and estimates are made of
 
@@ -218,7 +232,7 @@ class Bounds:
         """
         rest = layout.data * layout.pipeline
         data, pipeline = (1, rest) if layout.data == 1 else (rest, 1)
-        passes = layout.only("microbatch", "slices", "sequence", "whole")
+        passes = layout.only("microbatch", "slices", "sequence", "whole", "recompute", "partition_activations")
         return self._block_sums(replace(passes, data=data, pipeline=pipeline))
 
     def _sum_blocks(self, layout: ParallelLayout) -> _BlockSums:
@@ -267,7 +281,9 @@ class Bounds:
                 "reduce_scatter" if zero else "all_reduce", nbytes, shard, 1 if whole else pieces
             ),
             gather_seconds=collective_seconds("all_gather", nbytes, shard) if places.gathers else 0.0,
-            final_seconds=replicated + published + update + self._predictor.machine.overhead * step.turns,
+            final_seconds=replicated
+            + published
+            + (update + self._predictor.machine.overhead * step.turns) * max(step.slowness),
         )
 
 
@@ -281,9 +297,10 @@ def _scaled_block(block: BlockCost, part: float) -> BlockCost:
     )
 
 
-def _slowest_stage(work: _BlockSums, recompute: bool, stages: int) -> float:
+def _slowest_stage(work: _BlockSums, by_stage: bool, stages: int) -> float:
     """Return the seconds of the slowest stage when blocks are cut into `stages` as evenly as possible."""
-    each = [s + f * recompute for s, f in zip(work.block_seconds, work.block_forward_seconds, strict=True)]
+    again = work.block_forward_seconds if by_stage else work.block_recompute_seconds
+    each = [sum(seconds) for seconds in zip(work.block_seconds, again, strict=True)]
     low, high = max(max(each), sum(each) / stages), sum(each)
     for _ in range(20):  # halvings of the interval
         middle = (low + high) / 2

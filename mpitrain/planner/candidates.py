@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from math import isqrt
 from typing import Any
 
 from mpitrain.config.parallel import ParallelSection
@@ -21,6 +22,7 @@ from mpitrain.layout.mesh import LAYERS, Sizes, axes_of
 from mpitrain.parallel.costs import ModelProfile
 from mpitrain.parallel.layouts import ParallelLayout
 from mpitrain.parallel.places import Nodes
+from mpitrain.parallel.recompute import Recompute
 from mpitrain.parallel.rules import LayoutRules
 
 _STEPS = 4  # every number of microbatches of a rank up to this one is tried
@@ -35,8 +37,8 @@ def candidates(model: ModelProfile, nodes: Nodes, rules: LayoutRules = LayoutRul
         rules: Restrictions from the rest of the configuration.
     """
     for base in shapes(model, nodes.count * nodes.each, rules):
-        sizes, recomputes = microbatches(model.batch, base.readers), (False, True)[: 1 + _can_recompute(model, base)]
-        passes = [{"microbatch": size, "recompute": again} for size, again in product(sizes, recomputes)]
+        sizes, ways = microbatches(model.batch, base.readers), _ways_to_recompute(model, base, rules)
+        passes = [{"microbatch": size, "recompute": way} for size, way in product(sizes, ways)]
         options = [axis.options(base, model, nodes) for axis, _ in reversed(base.sizes)]
         inner = sum(axis.divides == LAYERS for axis, _ in base.sizes)
         for choices in product(*options[:inner], passes, *options[inner:]):
@@ -71,9 +73,21 @@ def _meshes(axes: Sizes, ranks: int, model: ModelProfile) -> Iterator[dict[str, 
             yield from (rest | named for rest in _meshes(outer, ranks // size, model))
 
 
-def _can_recompute(model: ModelProfile, base: ParallelLayout) -> bool:
-    """Return True if activations can be recomputed: block by block, or stage by stage in a pipeline."""
-    return model.has_units or base.pipeline > 1
+def _ways_to_recompute(model: ModelProfile, base: ParallelLayout, rules: LayoutRules) -> list[Recompute]:
+    """Return values of train.recompute: block by block, or true in a pipeline, which recomputes stage by stage.
+
+    Segments of N blocks keep least if N is the square root of the number of blocks (Chen et al. 2016, section 4.2).
+    """
+    ways: list[Recompute] = [False, True] if model.has_units or base.pipeline > 1 else [False]
+    if model.has_units and not rules.compiled:
+        units = sum(block.is_unit for block in model.blocks(1))
+        ways.append("selective")
+        if base.pipeline == 1 and units > 1:
+            ways += [tuple(range(units // 2)), *([f"every {isqrt(units)}"] if units > 3 else [])]
+    if rules.recompute is None:
+        return ways
+    requested = rules.recompute
+    return [requested] if requested in ways or (model.has_units and not isinstance(requested, bool)) else []
 
 
 def microbatches(batch: int, readers: int) -> list[int]:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from mpitrain.parallel.costs import AxisExchange
+from mpitrain.parallel.recompute import is_product
 from mpitrain.pipe.stage import _begins_in_place
 from mpitrain.pipe.wire import as_tuple
 from mpitrain.planner.machine import MachineProfile
@@ -40,12 +41,14 @@ class CountedOperation(NamedTuple):
         flops: Floating-point operations of its matrix products; 0 if it has none.
         nbytes: Bytes read and written.
         products: Number of equal matrix products that it consists of.
+        kept_bytes: Bytes of its results if `train.recompute "selective"` keeps them, else 0.
     """
 
     name: str
     flops: float
     nbytes: float
     products: float = 1.0
+    kept_bytes: float = 0.0
 
     @property
     def size(self) -> float:
@@ -61,11 +64,13 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         operations: Operations recorded since this list was last replaced.
+        calls: Number of calls, views included.
     """
 
     def __init__(self, *, guess: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[CountedOperation] = []
+        self.calls = 0
         self._guess = guess
         self._changes: list[tuple[int, int]] = []  # (number of the memory, bytes), with negative bytes at its release
         self._numbers: dict[int, int] = {}  # number of each piece of memory in use, by the address of its storage
@@ -75,15 +80,18 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._guess and func is _ATEN._local_scalar_dense.default and not args[0].is_floating_point():
             return 0
+        self.calls += 1
         out = func(*args, **kwargs)
         for result in tree_leaves(out):
             if isinstance(result, torch.Tensor):
                 self._track(result)
         name = func._overloadpacket.__name__
         if func.namespace == "aten" and not func.is_view and name not in _FREE:
+            results = sum(t.nbytes for t in tree_leaves(out) if isinstance(t, torch.Tensor))
+            kept_bytes = results if is_product(func, args, kwargs) else 0
             touched = {id(t): t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)}
-            flops, products = _flops(func._overloadpacket, args, kwargs, out)
-            self.operations.append(CountedOperation(name, flops, sum(touched.values()), products))
+            flops, products = flops_of(func._overloadpacket, args, kwargs, out)
+            self.operations.append(CountedOperation(name, flops, sum(touched.values()), products, kept_bytes))
         return out
 
     def mark(self) -> int:
@@ -122,8 +130,15 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._references[address] = weakref.ref(storage, on_release)
 
 
-def _flops(operation: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, float]:
-    """Return the floating-point operations of an operation's matrix products, and the number of these products."""
+def flops_of(operation: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, float]:
+    """Return the floating-point operations of an operation's matrix products, and the number of these products.
+
+    Args:
+        operation: Operation of PyTorch, without the overload.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        out: Its result.
+    """
     count = flop_registry.get(operation)
     if operation is _ATEN._scaled_dot_product_flash_attention_for_cpu:  # the registry has only the attention of devices
         flops = sdpa_flop_count(*(t.shape for t in args[:3]))  # type: ignore[no-untyped-call]
@@ -247,8 +262,12 @@ class BlockObservation:
         saved_bytes: Memory that autograd keeps for backward.
         input_bytes: Input of the block.
         output_bytes: Output of the block.
+        shared_bytes: Input that an earlier block keeps.
         working_bytes: Largest temporary memory beside `saved_bytes`; gradients of parameters are not counted.
         forward: Operations of the forward pass.
+        needed: Number of these operations up to the last tensor that backward needs.
+        saved: Number of tensors that autograd keeps.
+        calls: Number of calls in the forward pass, views included.
         input: Operations of a backward pass that computes the gradient of the input alone.
         backward: Operations of the whole backward pass.
         forwards: Exchanges in the forward pass.
@@ -258,8 +277,12 @@ class BlockObservation:
     saved_bytes: float
     input_bytes: float
     output_bytes: float
+    shared_bytes: float
     working_bytes: float
     forward: tuple[CountedOperation, ...]
+    needed: float
+    saved: float
+    calls: float
     input: tuple[CountedOperation, ...]
     backward: tuple[CountedOperation, ...]
     forwards: tuple[AxisExchange, ...]
@@ -357,6 +380,7 @@ class _BlockPass:
                 single = isinstance(out, torch.Tensor)
                 if y is not None:
                     out = cut.loss(out, y)
+            calls = recorder.calls
             forward, forwards = self._take_records()
             outputs = tuple(
                 _TensorForm(tuple(t.shape), t.dtype, t.requires_grad, t.untyped_storage()._cdata in counted_storages)
@@ -379,8 +403,12 @@ class _BlockPass:
             saved_bytes=counter.nbytes,
             input_bytes=sum(t.nbytes for t in self.block_inputs),
             output_bytes=output_bytes,
+            shared_bytes=sum(t.nbytes for t, each in zip(self.block_inputs, self.inputs, strict=True) if each.counted),
             working_bytes=max(0, peak - counter.new, peak_back - counter.new),
             forward=forward,
+            needed=counter.needed,
+            saved=counter.count,
+            calls=calls,
             input=halves[0],
             backward=halves[1],
             forwards=forwards,
@@ -435,9 +463,12 @@ class _SavedTensors:
     def __init__(self, seen: set[int], recorder: OperationRecorder) -> None:
         self._seen, self._recorder = seen, recorder
         self.nbytes = self.new = 0  # new: the bytes of it that were allocated in the block
+        self.needed = self.count = 0  # operations until the last of these tensors; their number
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a tensor that autograd keeps, and return it."""
+        self.needed = len(self._recorder.operations)
+        self.count += 1
         storage = tensor.untyped_storage()
         if storage._cdata not in self._seen:
             self._seen.add(storage._cdata)

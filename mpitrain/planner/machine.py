@@ -75,7 +75,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """Speeds and sizes of a machine whose nodes are all alike.
+    """Speeds and sizes of a machine whose nodes are alike, except that some may compute more slowly.
 
     Attributes:
         name: Name for display.
@@ -96,6 +96,7 @@ class MachineProfile:
         collectives: Measured seconds of collectives. Default: none.
         seen_cores: Cores that the operating system reports to ranks; 0: same as `cores`. Ranks that seem to have a core
             each keep it busy while they wait.
+        speeds: Speed of computing on each node, relative to the figures of this profile. Default and further nodes: 1.
     """
 
     name: str
@@ -114,6 +115,7 @@ class MachineProfile:
     device: Device | None = None
     collectives: tuple[Measured, ...] = ()
     seen_cores: float = 0.0
+    speeds: tuple[float, ...] = ()
 
 
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -405,6 +407,9 @@ def read_values(file: str) -> Values:
     for name, value in read_toml(str(path)).items():
         if name in HEAD:
             values[name] = str(value)
+        elif name == "speeds":
+            each = value if isinstance(value, list) else [value]
+            values[name] = [FRACTION.parse(speed, f"{path}: speeds") for speed in each]
         elif name == _COLLECTIVES:
             values[name] = _collectives(value, str(path))
         elif name in SECTIONS:
@@ -465,6 +470,7 @@ def profile_of(values: Values, where: str) -> MachineProfile:
         links=Machine(cores=top["cores"], **links),
         matrix={name: _by_size(core.get(name) or best, _CORE_SIZES, _CORE_CALL, 0.0) for name in PRECISIONS},
         device=Device(**device) if device else None,
+        speeds=tuple(values.get("speeds", ())),
         collectives=tuple(Measured._make((*key, seconds)) for key, seconds in values.get(_COLLECTIVES, {}).items()),
         **top,
     )
@@ -539,7 +545,7 @@ def _merge_nested(first: Values, second: Values, levels: int) -> Values:
 def _unknown_key(path: str, name: str) -> InputError:
     alone = {key.partition(".")[2]: key for key in KEYS}
     last = name.rpartition(".")[2]
-    known = [*HEAD, _COLLECTIVES, *SECTIONS, *KEYS]
+    known = [*HEAD, "speeds", _COLLECTIVES, *SECTIONS, *KEYS]
     near = [alone[last]] if last in alone else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     near = near or [alone[key] for key in difflib.get_close_matches(last, alone, n=1, cutoff=0.5)]
     fix = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join([*HEAD, *SECTIONS, _COLLECTIVES])}"
@@ -555,6 +561,8 @@ def lines_of(values: Values) -> Iterator[str]:
     for name in HEAD:
         if name in values:
             yield f"{name} = {_quote(values[name])}"
+    if "speeds" in values:
+        yield f"speeds = {values['speeds']}  # of computing on each node"
     for section, keys in SECTIONS.items():
         content = values.get(section, {})
         if not content:

@@ -14,20 +14,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any
 
 from mpitrain.errors import refusal
+from mpitrain.layout.boxes import split
 from mpitrain.layout.mesh import MeshAxis
 from mpitrain.parallel.costs import REPLICAS, AxisExchange, BlockCost, ModelProfile
 from mpitrain.parallel.layouts import ParallelLayout
 from mpitrain.parallel.memory import (
     ITEMSIZE,
     MemoryInputs,
+    Recomputed,
     StageHoldings,
     account,
     host_account,
     in_flight,
+    recomputed,
     stage_holdings,
 )
 from mpitrain.parallel.places import Group, LayoutPlaces, Nodes
@@ -38,6 +41,7 @@ from mpitrain.planner.collectives import CollectiveTimes, DeviceLinks
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.shard.offload import HOST
 from mpitrain.shard.placement import STAGES, formula
+from mpitrain.shard.virtual_workers import proportional
 
 _STEP = 1.8e-4  # seconds of Python for a step of a pipeline's schedule with its message, measured on one core
 _SPLIT = 4e-4  # seconds of Python for dividing the backward pass of a stage into halves
@@ -93,6 +97,7 @@ class StepSimulation:
         self.seconds = predictor.collectives.seconds
         self.groups = {axis.name: (axis, places.over(axis.name)) for axis, _ in self.layout.sizes}
         self.groups[REPLICAS] = (MeshAxis(), places.replicas)
+        self.slowness = predictor.slowness(self.layout)
         self.python, self.halving = (0.0, 0.0) if self.places.on_device else (_STEP, _SPLIT)
 
     @cached_property
@@ -109,8 +114,9 @@ class StepSimulation:
             self._add_pipeline(flow)
         # all ranks meet for the norm of the gradients, and then wait for the one that updates most
         positions = (self.predictor.holdings(self.layout, self.places, rank) for rank in range(self.layout.pipeline))
-        self._add_update(max(positions, key=lambda holds: holds.numel))
-        self.times["other"] += self.machine.overhead * self.turns
+        holds = max(zip(positions, self.slowness, strict=True), key=lambda each: each[0].numel * each[1])
+        self._add_update(*holds)
+        self.times["other"] += self.machine.overhead * self.turns * max(self.slowness)
         return self.times
 
     # -- without a pipeline
@@ -118,14 +124,18 @@ class StepSimulation:
     def _add_passes(self) -> None:
         """Add the passes of all microbatches of the rank that has most, and the reduction of gradients."""
         layout = self.layout
-        share = -(-self.model.batch // layout.readers)
+        share, slowness = self.predictor.busiest(layout)
         full, rest = divmod(share, layout.microbatch)
         sizes = [layout.microbatch] * full + [rest] * (rest > 0)
+        if layout.shares == "time":  # see `VirtualWorkers.microbatches`
+            bounds = split(share, min(share, self.predictor.microbatches(layout)))
+            sizes = [hi - lo for lo, hi in pairwise(bounds)]
         holds = self.predictor.holdings(layout, self.places, 0)
         # slowdown of this rank's computation: others of its node may have fewer samples, but ranks that wait
         # keep their cores busy, so that three ranks on two cores take two turns
-        even = self.model.batch / layout.readers / share
+        even = min(1.0, self.model.batch / layout.readers / share)
         pace = 1.0 if self.turns == 1.0 else max(1.0, math.ceil(self.turns - 1e-3) * even)
+        pace *= slowness
         for number, samples in enumerate(sizes):
             blocks = self.model.blocks(samples, layout.divided, self.places.threads)
             self._add_pass(blocks, holds, pace, first=number == 0, last=number == len(sizes) - 1)
@@ -155,13 +165,13 @@ class StepSimulation:
             gathers += self._visible_gather_seconds(units.get(block.name, 0.0), block.forward * pace)
         clock = compute + tensor + gathers
         costs = self._bucket_seconds(holds) if reduces else []
-        at = 0
+        repeated, at = self._repeated(blocks), 0
         for number in range(len(blocks) - 1, -1, -1):
             block = blocks[number]
-            again = block.forward if self.layout.recompute and block.is_unit else 0.0
+            again = repeated[number]
             added = 0.0 if first or each_pass else block.later
-            here = (block.input + block.weight + added + again) * pace
-            talk = self.exchange_seconds(block.backwards) + (self.exchange_seconds(block.forwards) if again else 0.0)
+            here = (block.input + block.weight + added + again.seconds) * pace
+            talk = self.exchange_seconds((*block.backwards, *again.exchanges))
             wait = self._visible_gather_seconds(units.get(block.name, 0.0), here) if self.layout.reshard else 0.0
             compute, tensor, gathers, clock = compute + here, tensor + talk, gathers + wait, clock + here + talk + wait
             while at < len(costs) and holds.ready[at] >= number:
@@ -175,6 +185,24 @@ class StepSimulation:
         self.times["tensor"] += tensor
         self.times["gradients"] += waits
         self.times["parameters"] += gathers
+
+    def _repeated(self, blocks: Sequence[BlockCost], begins: Sequence[int] = (0,)) -> list[Recomputed]:
+        """Return the recomputation of each block, with the seconds of moving activations that its passes do not hide.
+
+        On a CPU, activations are written to files when they are saved, and the operating system reads them ahead.
+        """
+        result, machine, target = recomputed(self.layout, blocks, begins), self.machine, self.layout.offload_activations
+        if not target or (target == HOST and machine.device is None):
+            return result
+        rate = machine.device.host_rate / self.turns if machine.device is not None else math.inf
+        rate = rate if target == HOST else min(rate, self._file_rate)
+        moved = []
+        for block, again in zip(blocks, result, strict=True):
+            passes = block.forward, block.input + block.weight + again.seconds
+            hiding = passes if machine.device is not None else (0.0, math.inf)
+            more = sum(max(0.0, again.kept_bytes / rate - each) for each in hiding)
+            moved.append(again._replace(seconds=again.seconds + more))
+        return moved
 
     def _bucket_seconds(self, holds: StageHoldings) -> list[float]:
         """Return the seconds of each bucket's reduction."""
@@ -219,6 +247,8 @@ class StepSimulation:
         schedule = flow.shape
         bounds = stage_bounds(self.blocks, schedule.stages, self.layout.cut)
         stages = [self.blocks[lo:hi] for lo, hi in pairwise(bounds)]
+        paces = [self.slowness[rank] for rank in schedule.rank_of]
+        repeated = self._repeated(self.blocks, bounds[:-1])
         tensor = [
             (
                 sum(self.exchange_seconds(b.forwards) for b in stage),
@@ -228,14 +258,20 @@ class StepSimulation:
         ]
         halves = any(isinstance(step, BackwardInput) for steps in schedule.steps for step in steps)
         python, splitting = self.python, self.halving * halves
-        forward = [sum(b.forward for b in stage) + t[0] + python for stage, t in zip(stages, tensor, strict=True)]
-        back = [sum(b.input for b in stage) + t[1] for stage, t in zip(stages, tensor, strict=True)]
+        of_stage = [*zip(stages, tensor, paces, strict=True)]
+        forward = [(sum(b.forward for b in stage) + python) * pace + t[0] for stage, t, pace in of_stage]
+        back = [sum(b.input for b in stage) * pace + t[1] for stage, t, pace in of_stage]
         early = [0.0, *back[1:]]  # nobody waits for the first stage's input gradient: it is computed with the weights'
-        input_ = [s + python + again * self.layout.recompute for s, again in zip(early, forward, strict=True)]
+        input_ = [
+            seconds
+            + python * pace
+            + sum(b.seconds * pace + self.exchange_seconds(b.exchanges) for b in repeated[lo:hi])
+            for seconds, (lo, hi), pace in zip(early, pairwise(bounds), paces, strict=True)
+        ]
         # gradients are added to or copied into flat memory, for the first microbatch too (no in_place)
         weight = [
-            sum(b.weight + b.later for b in stage) + late - soon + splitting
-            for stage, late, soon in zip(stages, back, early, strict=True)
+            (sum(b.weight + b.later for b in stage) + splitting) * pace + late - soon
+            for stage, late, soon, pace in zip(stages, back, early, paces, strict=True)
         ]
         each = [sum(seconds) for seconds in zip(forward, input_, weight, strict=True)]
         alone = [sum(each[n] for n in schedule.stages_of(rank)) * flow.microbatches for rank in range(schedule.ranks)]
@@ -297,13 +333,19 @@ class StepSimulation:
 
     # -- after the gradients
 
-    def _add_update(self, holds: StageHoldings) -> None:
-        """Add the gradient norm, the update of this rank's elements, and the communication of updated parameters."""
+    def _add_update(self, holds: StageHoldings, pace: float) -> None:
+        """Add the gradient norm, the update of this rank's elements, and the communication of updated parameters.
+
+        Args:
+            holds: Blocks and parameters of this rank.
+            pace: Factor by which it computes slower than the machine's profile says.
+        """
         layout, places = self.layout, self.places
         shards = self.shard.size if layout.zero else 1
         elements = (holds.flat.numel if layout.zero else holds.numel) / shards
         values = holds.flat.buckets if layout.zero else len(holds.weights)
-        self.times["update"] += self.update_seconds(elements, holds.numel / max(shards, layout.replicas), values)
+        squared = holds.numel / max(shards, layout.replicas)
+        self.times["update"] += self.update_seconds(elements, squared, values) * pace
         norms = [places.replicas, places.replicas, places.layers, places.stages]
         self.times["other"] += sum(self.seconds("all_reduce", 8, group, "private") for group in norms)
         if not layout.zero or layout.replicas == 1:
@@ -347,9 +389,15 @@ class StepSimulation:
         if layout.offload and layout.offload != HOST:
             itemsize, moments = ITEMSIZE[self.model.precision], self.model.moments
             states = formula(STAGES[0], 1, elements, itemsize, moments, copied=machine.device is not None).states
-            node, every = machine.write_rate / self.places.nodes.each, machine.write_limit / layout.ranks
-            seconds += states / min(machine.rank_write_rate, node, every)
+            seconds += states / self._file_rate
         return seconds
+
+    @property
+    def _file_rate(self) -> float:
+        """Bytes per second that a rank writes to files while all ranks do."""
+        machine = self.machine
+        node, every = machine.write_rate / self.places.nodes.each, machine.write_limit / self.layout.ranks
+        return min(machine.rank_write_rate, node, every)
 
 
 class Predictor:
@@ -388,6 +436,7 @@ class Predictor:
         self.collectives = CollectiveTimes(machine.links, machine.collectives, devices)
         self.holdings = lru_cache(maxsize=4096)(self._find_holdings)
         self._flow = lru_cache(maxsize=256)(Flow)
+        self._slowness = lru_cache(maxsize=1024)(self._find_slowness)
         self._flat: dict[Any, StageHoldings] = {}
 
     @property
@@ -417,7 +466,7 @@ class Predictor:
         places = self.places(layout)
         inputs, flow = self.inputs(places), self.flow(layout)
         holds = [self.holdings(layout, places, rank) for rank in range(layout.pipeline)]
-        in_flight_bytes = in_flight(layout, flow, holds) if flow is not None else [0.0]
+        in_flight_bytes = in_flight(flow, holds) if flow is not None else [0.0]
         accounts = [account(inputs, holds[rank], flow, rank, in_flight_bytes[rank]) for rank in range(layout.pipeline)]
         return max(accounts, key=lambda each: sum(each.values()))
 
@@ -427,9 +476,10 @@ class Predictor:
             return {}
         places = self.places(layout)
         # three batches have been read and are not yet used, with the one on its way to the device
-        data = 3 * -(-self.model.batch // layout.readers) * float(self.model.sample_bytes)
-        holds = (self.holdings(layout, places, rank) for rank in range(layout.pipeline))
-        accounts = [host_account(self.inputs(places), holdings, data) for holdings in holds]
+        data = 3 * max(self.shares(layout)) * float(self.model.sample_bytes)
+        holds, flow = [self.holdings(layout, places, rank) for rank in range(layout.pipeline)], self.flow(layout)
+        flying = in_flight(flow, holds) if flow is not None else [None]
+        accounts = [host_account(self.inputs(places), *each) for each in zip(holds, repeat(data), flying)]
         return max(accounts, key=lambda each: sum(each.values()))
 
     def host_room(self) -> float:
@@ -450,6 +500,23 @@ class Predictor:
     def turns(self, places: LayoutPlaces) -> float:
         """Return the factor by which a rank computes slower while all ranks of its node, or of its device, compute."""
         return float(self._ranks_per_device) or places.turns
+
+    def slowness(self, layout: ParallelLayout, axis: str = "pipeline") -> tuple[float, ...]:
+        """Return the factor by which each rank of an axis computes slower than the machine's profile says.
+
+        Of the ranks with the same number along the axis, which wait for each other, the slowest counts.
+        """
+        place = [each.name for each, _ in layout.sizes].index(axis)
+        size, *inner = [ranks for _, ranks in layout.sizes[place:]]
+        return self._slowness(size, math.prod(inner))
+
+    def _find_slowness(self, size: int, stride: int) -> tuple[float, ...]:
+        speeds = [*self.machine.speeds[: self.at.count], *[1.0] * (self.at.count - len(self.machine.speeds))]
+        slowest = [0.0] * size
+        for rank in range(self.ranks):
+            position = rank // stride % size
+            slowest[position] = max(slowest[position], 1 / speeds[rank // self.at.each])
+        return tuple(slowest)
 
     def places(self, layout: ParallelLayout) -> LayoutPlaces:
         """Return the layout's ranks on the nodes.
@@ -476,7 +543,25 @@ class Predictor:
 
     def microbatches(self, layout: ParallelLayout) -> int:
         """Return the number of microbatches of the rank that has most."""
-        return -(-self.model.batch // (layout.readers * layout.microbatch))
+        return -(-max(self.shares(layout)) // layout.microbatch)
+
+    def shares(self, layout: ParallelLayout) -> list[int]:
+        """Return the samples of a batch on the ranks that read different samples.
+
+        One number for each rank of the data axis if they differ (`parallel.shares time`), else that of the first rank.
+        """
+        if layout.shares == "equal":
+            return [-(-self.model.batch // layout.readers)]
+        others = layout.readers // layout.data  # along further axes, inside the data axis
+        speeds = tuple(1 / slow for slow in self.slowness(layout, "data") for _ in range(others))
+        return [hi - lo for lo, hi in pairwise(proportional(self.model.batch, speeds))][::others]
+
+    def busiest(self, layout: ParallelLayout) -> tuple[int, float]:
+        """Return the samples and the slowness of the data-parallel rank that computes longest."""
+        slowness = self.slowness(layout, "data")
+        shares = self.shares(layout)
+        pairs = zip(shares if len(shares) > 1 else shares * len(slowness), slowness, strict=True)
+        return max(pairs, key=lambda each: each[0] * each[1])
 
     def flow(self, layout: ParallelLayout) -> Flow | None:
         """Return the flow of microbatches through the pipeline; None without a pipeline."""
@@ -487,10 +572,11 @@ class Predictor:
     def _find_holdings(self, layout: ParallelLayout, places: LayoutPlaces, rank: int) -> StageHoldings:
         blocks = self.blocks(layout, places)
         spans: tuple[tuple[int, int], ...] = ((0, len(blocks)),)
+        begins = [0]
         flow = self.flow(layout)
         if flow is not None:
             cuts = list(pairwise(stage_bounds(blocks, flow.shape.stages, layout.cut)))
-            spans = tuple(cuts[number] for number in flow.shape.stages_of(rank))
+            spans, begins = tuple(cuts[number] for number in flow.shape.stages_of(rank)), [lo for lo, _ in cuts]
         parts = places.shards()[0].size if layout.zero else 1
         bucket_mb = places.bucket_size(self.bucket_mb)
         stages = tuple(blocks[lo:hi] for lo, hi in spans)
@@ -500,4 +586,5 @@ class Predictor:
             self._flat[key] = stage_holdings(stages, order, parts, bucket_mb, precision, by_unit=places.gathers)
         if not self._flat[key].weights:
             raise refusal(f"rank {rank} of the pipeline would have no parameter to train; use fewer stages")
-        return replace(self._flat[key], stages=stages)
+        repeated = recomputed(layout, blocks, begins)
+        return replace(self._flat[key], stages=stages, recomputed=tuple(tuple(repeated[lo:hi]) for lo, hi in spans))

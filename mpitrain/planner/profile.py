@@ -34,6 +34,10 @@ _EXACT = 4  # samples up to which passes are made; sizes for more samples are ex
 _POINTS = (2, _EXACT)  # samples of the passes that the straight line goes through; without measuring, the only passes
 _LONG = 0.35  # seconds of a microbatch beyond which larger ones are extrapolated linearly, not measured
 _MOST = 4  # processes that measure on each core, however many ranks there are
+# seconds of Python for recomputing a block, and for each tensor that it saves; for "selective", and for each call
+# (measured on one machine; a device computes meanwhile)
+_HOOKS = 3e-4, 1.2e-5
+_SELECTING = 4e-4, 3.5e-5
 _BUDGET = 25.0  # seconds of measuring, after which further seconds are estimated from those measured
 
 
@@ -71,7 +75,7 @@ class BlockProfile(ModelProfile):
     def __init__(self, subject: Subject, machine: MachineProfile, times: _Times | None) -> None:
         config = subject.config
         self.batch, self.precision = config.train.batch, config.train.precision
-        self.moments = moments(config.optim)
+        self.moments = moments(config.optim) + (config.train.average != "none")
         self.sample_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in subject.shapes)
         self.listed, self.divisible, self.synchronous = subject.listed, subject.divisible, subject.synchronous
         self.has_units = bool(blocks_of(subject.module))
@@ -114,9 +118,18 @@ class BlockProfile(ModelProfile):
                 undivided = self._estimate(self._observations(samples, whole), self._weights(whole)[1], threads)
             timed = self._times.of(samples, divided, threads, estimates, undivided)
         blocks = []
+        shares: dict[int, tuple[float, ...]] = {}  # equal blocks share one observation
         for name, weight, each, one, time_ in zip(names, weights, observed, estimates, timed, strict=True):
-            inner = counted.seconds(each.input, self._machine, self.precision, threads)
-            part = min(1.0, inner / one.backward) if one.backward else 1.0
+            if id(each) not in shares:
+                needed = each.forward[: round(each.needed)]
+                parts = each.input, needed, [operation for operation in needed if operation.kept_bytes]
+                inner, *again = (counted.seconds(some, self._machine, self.precision, threads) for some in parts)
+                inner_part = min(1.0, inner / one.backward) if one.backward else 1.0
+                shares[id(each)] = inner_part, *(seconds / (one.forward or 1.0) for seconds in again)
+            part, needed_part, products = shares[id(each)]
+            hooks = selecting = 0.0
+            if self._machine.device is None:
+                hooks, selecting = _HOOKS[0] + _HOOKS[1] * each.saved, _SELECTING[0] + _SELECTING[1] * each.calls
             block = BlockCost(
                 name=name,
                 forward=time_.forward,
@@ -126,10 +139,15 @@ class BlockProfile(ModelProfile):
                 input_bytes=round(each.input_bytes),
                 output_bytes=round(each.output_bytes),
                 working=round(each.working_bytes),
+                shared_bytes=round(each.shared_bytes),
                 weights=weight,
                 forwards=each.forwards,
                 backwards=each.backwards,
                 later=time_.later,
+                tail=time_.forward * (1 - needed_part),
+                hooks=hooks,
+                products=time_.forward * products - selecting,
+                product_bytes=round(sum(operation.kept_bytes for operation in each.forward)),
             )
             blocks.append(block)
         return tuple(blocks)

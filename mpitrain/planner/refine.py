@@ -12,7 +12,8 @@ ranks the cuts; the seconds of the chosen cut are simulated.
 The algorithm follows Alpa. For a fixed limit on the slowest stage, dynamic programming over (stages, blocks) finds the
 least sum with no stage slower than the limit. The limit is raised from value to value until no better sum could make
 up for a slower stage. There are three differences. All stages have the same mesh, whose shape the layout gives, so
-submeshes and their assignment are not searched, and Alpa's recurrence loses the dimension of devices. The memory limit
+submeshes and their assignment are not searched, and Alpa's recurrence loses the dimension of devices; instead, ranks
+may differ in speed (`speeds` of the machine's profile), and a stage takes the time of its own rank. The memory limit
 of a stage depends on its position, because the first stage keeps more microbatches than the last. The result is exact:
 Alpa's step width between values (its epsilon) is zero here. If all messages have the same length, as in a transformer,
 one value of the limit is enough.
@@ -39,6 +40,7 @@ combination with the fewest bytes stays.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +52,7 @@ import numpy.typing as npt
 from mpitrain.errors import InputError
 from mpitrain.parallel.costs import REPLICAS, AxisExchange, BlockCost, Divided, ModelProfile
 from mpitrain.parallel.layouts import SECTION_OF, ParallelLayout, sizes
-from mpitrain.parallel.memory import ITEMSIZE
+from mpitrain.parallel.memory import ITEMSIZE, Recomputed, recomputed
 from mpitrain.planner.predictor import Predictor
 
 _Array = npt.NDArray[np.float64]
@@ -65,13 +67,13 @@ class Limits:
         room: Bytes for activations, parameters, gradients and states of a stage.
         microbatches: Largest number of microbatches that each stage keeps at once.
         per_element: Bytes of a parameter element with its gradient and states on one rank.
-        recompute: If true, a block keeps only its input.
+        recomputed: Recomputation of each block. Default: none.
     """
 
     room: float
     microbatches: Sequence[int]
     per_element: float
-    recompute: bool = False
+    recomputed: Sequence[Recomputed] = ()
 
 
 def peak_microbatches(pipeline: int, chunks: int, microbatches: int, schedule: str) -> list[int]:
@@ -98,6 +100,7 @@ def best_cut(
     chunks: int = 1,
     message: Callable[[int], float] = lambda nbytes: 0.0,
     limits: Limits | None = None,
+    slowness: Sequence[float] = (),
 ) -> list[int] | None:
     """Return the bounds of the stages in the list of blocks for which (1) in the module's docstring is least.
 
@@ -108,6 +111,7 @@ def best_cut(
         chunks: Stages of a rank.
         message: Function from bytes to the seconds of a message to the next stage; gradients take as long to come back.
         limits: Memory limits of the stages. Default: none.
+        slowness: Factor by which the rank of each stage computes slower than `blocks` say. Default: 1.
 
     Returns:
         One bound more than stages: stage s has blocks bounds[s] to bounds[s + 1] - 1. Of several best cuts, the one
@@ -115,34 +119,44 @@ def best_cut(
     """
     if not 1 <= stages <= len(blocks):
         return None
-    seconds = stage_seconds(blocks, message, limits is not None and limits.recompute)
-    allowed = [np.isfinite(seconds)] * stages if limits is None else stage_fits(blocks, limits)
+    again = limits.recomputed if limits is not None else ()
+    known = {slow: stage_seconds(blocks, message, again, slow) for slow in {*slowness} or {1.0}}
+    seconds = [known[slow] for slow in slowness or [1.0] * stages]
+    allowed = [np.isfinite(seconds[0])] * stages if limits is None else stage_fits(blocks, limits)
     sum_weight, slowest_weight = 1 / chunks, microbatches * chunks - 1
     slowest = _minimize(seconds, allowed, np.maximum)[0]
     if not np.isfinite(slowest):
         return None
     least_sum = _minimize(seconds, allowed, np.add)[0]
     best, best_bounds = np.inf, None
-    for limit in np.unique(seconds[(seconds >= slowest) & np.isfinite(seconds)]):
+    every = np.stack([*known.values()])
+    for limit in np.unique(every[(every >= slowest) & np.isfinite(every)]):
         if sum_weight * least_sum + slowest_weight * limit >= best:
             break
-        uneven = seconds * (1 + _EVEN * seconds / limit) if limit else seconds
-        total, bounds = _minimize(uneven, [possible & (seconds <= limit) for possible in allowed], np.add)
+        uneven = [each * (1 + _EVEN * each / limit) if limit else each for each in seconds]
+        below = [possible & (each <= limit) for possible, each in zip(allowed, seconds, strict=True)]
+        total, bounds = _minimize(uneven, below, np.add)
         if sum_weight * total + slowest_weight * limit < best:
             best, best_bounds = sum_weight * total + slowest_weight * limit, bounds
     return best_bounds
 
 
-def stage_seconds(blocks: Sequence[BlockCost], message: Callable[[int], float], recompute: bool = False) -> _Array:
+def stage_seconds(
+    blocks: Sequence[BlockCost],
+    message: Callable[[int], float],
+    recomputed: Sequence[Recomputed] = (),
+    slowness: float = 1.0,
+) -> _Array:
     """Return seconds [begin, end] of a stage of blocks begin to end - 1; infinite for end <= begin.
 
     Args:
         blocks: Blocks of the model, in order.
         message: Function from bytes to the seconds of a message to the next stage.
-        recompute: If true, the stage computes its forward pass twice.
+        recomputed: Recomputation of each block. Default: none.
+        slowness: Factor by which the stage's rank computes slower than `blocks` say.
     """
-    forward = np.array([block.forward for block in blocks])
-    each = forward * (2 if recompute else 1) + np.array([block.input + block.weight for block in blocks])
+    again = [block.seconds for block in recomputed] or [0.0] * len(blocks)
+    each = (np.array([block.seconds for block in blocks]) + np.array(again)) * slowness
     sums = np.concatenate([[0.0], np.cumsum(each)])
     seconds: _Array = sums[None, :] - sums[:, None]
     seconds[:, 1:-1] += 2 * np.array([message(block.output_bytes) for block in blocks[:-1]])[None, :]
@@ -159,9 +173,8 @@ def stage_fits(blocks: Sequence[BlockCost], limits: Limits) -> list[npt.NDArray[
         blocks: Blocks of the model, in order.
         limits: Memory limits of the stages.
     """
-    activations = np.array(
-        [block.input_bytes if limits.recompute else block.saved_bytes for block in blocks], dtype=float
-    )
+    kept_bytes = [block.kept_bytes for block in limits.recomputed] or [block.saved_bytes for block in blocks]
+    activations = np.array(kept_bytes, dtype=float)
     weights = np.array([sum(weight.numel for weight in block.weights) for block in blocks], dtype=float)
     fits = []
     for microbatches in limits.microbatches:
@@ -171,15 +184,15 @@ def stage_fits(blocks: Sequence[BlockCost], limits: Limits) -> list[npt.NDArray[
 
 
 def _minimize(
-    seconds: _Array, allowed: Sequence[npt.NDArray[np.bool_]], combine: Callable[[_Array, _Array], _Array]
+    seconds: Sequence[_Array], allowed: Sequence[npt.NDArray[np.bool_]], combine: Callable[[_Array, _Array], _Array]
 ) -> tuple[float, list[int]]:
     """Return the least sum (or maximum) of the stages' seconds over all allowed cuts, and the bounds of that cut."""
-    places = len(seconds)
+    places = len(seconds[0])
     best = np.full(places, np.inf)
     best[0] = 0.0
     choices = []
-    for possible in allowed:
-        options = combine(best[:, None], np.where(possible, seconds, np.inf))
+    for possible, each in zip(allowed, seconds, strict=True):
+        options = combine(best[:, None], np.where(possible, each, np.inf))
         choice = np.argmin(options, axis=0)
         best = options[choice, np.arange(places)]
         choices.append(choice)
@@ -189,6 +202,7 @@ def _minimize(
     return float(best[-1]), bounds[::-1]
 
 
+_LESS = 0.95  # part of the seconds with equal shares that shares by time may take at most
 _MOST = 1 << 14  # combinations that are kept for the next class
 
 
@@ -360,19 +374,34 @@ class Refinement:
                 (each, self._cached_cut(_without_placement(each), self._bytes_per_element(each))) for each in variants
             ]
             variants = [replace(each, cut=cut) for each, cut in cuts if cut] + variants
+        elif len({*self._predictor.slowness(layout, "data")}) > 1:
+            uneven = [replace(each, shares="time") for each in variants]
+            seconds, before = (min(self._seconds(each) for each in some) for some in (uneven, variants))
+            variants = (uneven if seconds < _LESS * before else []) + variants
         return variants
+
+    def _seconds(self, layout: ParallelLayout) -> float:
+        try:
+            return self._predictor.predict(layout).seconds
+        except InputError:
+            return math.inf
 
     def _find_cut(self, layout: ParallelLayout, per_element: float) -> tuple[int, ...]:
         """Return the number of blocks of each stage; empty if stages of equally many blocks are best."""
         count, stages = self._predictor.microbatches(layout), layout.pipeline * layout.chunks
         microbatches = peak_microbatches(layout.pipeline, layout.chunks, count, layout.schedule)
         room = (self._predictor.room() - self._predictor.machine.process) / layout.chunks
-        limits = Limits(room, microbatches, per_element, layout.recompute)
         places = self._predictor.places(layout)
         message = partial(self._predictor.collectives.message, inside=places.stages.spans == 1)
         blocks = self._predictor.blocks(layout, places)
-        bounds = best_cut(blocks, stages, count, layout.chunks, message, limits)
-        bounds = bounds or best_cut(blocks, stages, count, layout.chunks, message)  # the limits are estimates
+        # where stages begin is not known yet; if blocks are recomputed, each is taken as a segment of its own
+        begins = range(len(blocks)) if layout.recompute else (0,)
+        limits = Limits(room, microbatches, per_element, recomputed(layout, blocks, begins))
+        flow, slowness = self._predictor.flow(layout), self._predictor.slowness(layout)
+        assert flow is not None
+        cut = partial(best_cut, blocks, stages, count, layout.chunks, message)
+        cut = partial(cut, slowness=[slowness[rank] for rank in flow.shape.rank_of])
+        bounds = cut(limits) or cut()  # the limits are estimates
         return sizes(bounds) if bounds else ()
 
     def _find_whole(self, layout: ParallelLayout) -> tuple[str, ...]:

@@ -99,11 +99,12 @@ def nothing_fits(plan: LayoutPlan) -> str:
 def _largest_category(excess: Excess) -> str:
     """Return the category that takes most memory, and a setting that makes it smaller."""
     layout, blame = excess.layout, excess.largest_category
+    recomputes_all = layout.recompute is True or str(layout.recompute).startswith("every")
     fixes = {
         "states": "" if layout.zero else "a higher zero",
         "gradients": "zero 2" if layout.zero < 2 else "",
         "parameters": "zero 3" if layout.zero < 3 else "more pipeline or tensor ranks",
-        "activations": "recompute" if not layout.recompute else "a smaller microbatch",
+        "activations": "a smaller microbatch" if recomputes_all else "recompute",
         "working": "a smaller microbatch" if layout.microbatch > 1 else "",
         "process": "fewer ranks per node",
         "model": "fewer ranks per node",

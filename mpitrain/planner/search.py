@@ -6,7 +6,8 @@ to be faster than the first variant. A variant that does not fit into memory is 
 layout is skipped if the requested number of layouts is already known to be faster than its lower bound. The result
 therefore equals that of simulating all layouts, unless the number of simulations reaches its limit. The limit counts
 simulations instead of seconds, so that the answer does not depend on how busy the machine is. A layout that only saves
-memory compared with another (offload) is visited only if the other one does not fit.
+memory compared with another (offload, recompute) is visited only if the other one does not fit; of the ways to
+recompute, the one that takes least time and fits is chosen.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +29,7 @@ from mpitrain.planner.bounds import Bounds
 from mpitrain.planner.candidates import candidates
 from mpitrain.planner.predictor import Prediction, Predictor
 from mpitrain.planner.refine import Refinement
+from mpitrain.shard.offload import HOST
 
 COUNT = 10
 SIMULATED = 200  # layouts and variants that a search simulates at most
@@ -116,12 +119,36 @@ def best(
         raise refusal(
             f"parallel.auto finds no layout of {predictor.ranks} ranks with {settings}; remove some of these settings"
         )
-    variants, fixed = Refinement(predictor), [key for key in ("cut", "whole") if key in requested]
+    variants, fixed = Refinement(predictor), [key for key in ("cut", "whole", "shares") if key in requested]
 
     def refine(layout: ParallelLayout) -> list[ParallelLayout]:
-        return [replace(variant, **{key: getattr(layout, key) for key in fixed}) for variant in variants(layout)]
+        changed = (replace(each, **{key: getattr(layout, key) for key in fixed}) for each in variants(layout))
+        allowed = layout.shares == "time" or rules.allow(replace(layout, shares="time"), predictor.model, predictor.at)
+        return [each for each in changed if allowed or each.shares == "equal"]
 
-    return best_of(Bounds(predictor), layouts, count, refine, seconds=seconds)
+    plan = best_of(Bounds(predictor), layouts, count, refine, seconds=seconds)
+    moved = [] if plan.predictions else list(_with_moved_activations(layouts, predictor, rules, requested))
+    if moved:
+        second = best_of(Bounds(predictor), moved, count, refine, seconds=seconds)
+        plan = second if second.predictions else plan
+    return plan
+
+
+def _with_moved_activations(
+    layouts: Iterable[ParallelLayout], predictor: Predictor, rules: LayoutRules, requested: Mapping[str, Any]
+) -> Iterator[ParallelLayout]:
+    """Yield layouts with activations offloaded to the host or partitioned over tensor ranks, where that saves memory.
+
+    The search visits them only if no layout fits otherwise.
+    """
+    for layout in layouts:
+        hosts, parts = [layout.offload_activations], [layout.partition_activations]
+        if predictor.at.on_device and not rules.compiled and "offload_activations" not in requested:
+            hosts.append(HOST)
+        if layout.can_partition_activations and "partition_activations" not in requested:
+            parts.append(True)
+        ways = [*product(hosts, parts)][1:]
+        yield from (replace(layout, offload_activations=host, partition_activations=part) for host, part in ways)
 
 
 def best_of(
@@ -152,8 +179,8 @@ def best_of(
     search.run(limit, seconds)
     if not search.best:
         search.find_smallest()
-    fit = {replace(each.layout, cut=(), whole=()) for each in search.best}
-    search.excess = [each for each in search.excess if replace(each.layout, cut=(), whole=()) not in fit]
+    fit = {replace(each.layout, cut=(), whole=(), shares="equal") for each in search.best}
+    search.excess = [e for e in search.excess if replace(e.layout, cut=(), whole=(), shares="equal") not in fit]
     beyond, left = (search.waiting[0][0], len(search.waiting)) if search.waiting else (float("inf"), 0)
     return LayoutPlan(search.best, search.nearest(), predictor.room(), len(entries), search.predicted, beyond, left)
 
@@ -178,6 +205,7 @@ class _Search:
         self.waiting: list[_Waiting] = [(guess, n, layout, None) for n, (guess, layout) in enumerate(entries)]
         self._number = len(entries)
         self._fitting: set[ParallelLayout] = set()
+        self._fitting_somehow: set[ParallelLayout] = set()  # with some way of recomputing, which is left out
         self.best: list[Prediction] = []
         self.excess: list[Excess] = []
         self.predicted = self.too_large_count = 0
@@ -196,6 +224,8 @@ class _Search:
                 return
             _, _, layout, left = heapq.heappop(self.waiting)
             lower_bound = self._predictor.lower_bound(layout)
+            if left is None and replace(layout, recompute=False) in self._fitting_somehow:
+                continue
             if self._slower_than_best(lower_bound) or (layout.offload and replace(layout, offload="") in self._fitting):
                 continue
             if left is None:
@@ -225,6 +255,7 @@ class _Search:
                 continue
             self.predicted += 1
             self._fitting.add(layout)
+            self._fitting_somehow.add(replace(layout, recompute=False))
             self.best = rank_predictions([*self.best, prediction])[: self._count]
             if variants[number:]:
                 heapq.heappush(self.waiting, (prediction.seconds, self._number, layout, tuple(variants[number:])))
@@ -296,14 +327,16 @@ def _rounded(seconds: float) -> float:
 def simplicity(layout: ParallelLayout) -> tuple[Any, ...]:
     """Return a sort key that is smaller for a simpler layout: fewer axes, a lower stage of ZeRO, fewer pieces."""
     axes = sum(ranks > 1 for _, ranks in layout.sizes)
-    options = (layout.recompute, bool(layout.offload), layout.sequence, layout.shard_within != "all")
-    flags = (not layout.share_node, not layout.reshard, bool(layout.cut), len(layout.whole))
+    moves = bool(layout.offload), bool(layout.offload_activations), layout.partition_activations
+    options = (bool(layout.recompute), *moves, layout.sequence, layout.shard_within != "all")
+    flags = (not layout.share_node, not layout.reshard, bool(layout.cut), layout.shares, len(layout.whole))
     sizes = (layout.chunks, layout.slices, layout.tensor, layout.pipeline, -layout.microbatch)
     return (axes, layout.zero, sum(options), *flags, layout.schedule not in ("1f1b", "gpipe"), *sizes, layout.schedule)
 
 
 _AUTOMATIC = {"data": "auto", "zero": "auto", "microbatch": 0}  # values that leave the choice to the planner
-_OVERRIDES = ("microbatch", "offload", "share_node", "reshard")  # settings that replace those of any layout
+_MOVES = ("offload", "offload_activations", "partition_activations")
+_OVERRIDES = ("microbatch", "share_node", "reshard", "shares", *_MOVES)  # settings that replace those of any layout
 _FILTERS = [key for key in SECTION_OF if key not in (*_OVERRIDES, "cut", "whole", "axes")]
 
 
@@ -323,6 +356,7 @@ def layouts_with(predictor: Predictor, rules: LayoutRules, requested: Mapping[st
         requested: Settings that the layouts must have, as returned by `explicit_settings`.
     """
     model, nodes = predictor.model, predictor.at
+    rules = replace(rules, recompute=requested.get("recompute"))
     layouts = candidates(model, nodes, rules)
     if not requested:
         return dict.fromkeys(layouts)
@@ -339,6 +373,8 @@ def _with_settings(layouts: Iterable[ParallelLayout], requested: Mapping[str, An
         if ":" in schedule and layout.schedule == "1f1b" and layout.pipeline > 1:  # the user's code takes its place
             changed["schedule"] = schedule
         variant = replace(layout, **changed)
+        if variant.partition_activations and not variant.can_partition_activations:
+            continue
         if all(
             getattr(variant, key) == requested[key]
             for key in _FILTERS

@@ -143,16 +143,17 @@ class GroupStandIn:
         self.rank, self.size, self.name = 0, size, name
         self.exchanges: list[AxisExchange] = []
 
-    def all_reduce(self, x: torch.Tensor) -> None:
-        """Record the exchange; x does not change."""
+    def all_reduce(self, x: torch.Tensor, op: str = "sum", algorithm: str = "auto") -> None:
+        """Record the exchange; x does not change, and the other arguments make no difference."""
         self.exchanges.append(AxisExchange("all_reduce", x.nbytes, self.name))
 
-    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, algorithm: str = "auto") -> None:
         """Record the exchange, and write nothing.
 
         Args:
             out: Tensor for the x of all ranks; only its size is used.
             x: Ignored.
+            algorithm: Ignored.
         """
         self.exchanges.append(AxisExchange("all_gather", out.nbytes, self.name))
 

@@ -15,8 +15,9 @@ from torch import nn
 from mpitrain.comm import Communicator, init
 from mpitrain.comm.compression import Compression, from_name
 from mpitrain.comm.memory.device import is_accelerator
+from mpitrain.shard.bucket_reduction import BucketReduction
 from mpitrain.shard.flat import flat_groups, in_backward_order
-from mpitrain.shard.gradients import BucketReduction, WholeGradients
+from mpitrain.shard.gradients import WholeGradients
 from mpitrain.shard.norm import rank_parts, sum_squares
 from mpitrain.shard.reducer import Reducer
 
@@ -109,13 +110,10 @@ class DistributedDataParallel(nn.Module):
         Collective.
         """
         self._rebuilt = True
-        parameters = list(self._names)
-        numbers = {p: n for n, p in enumerate(parameters)}
-        came = [numbers[p] for p in self.reducer.order]
-        order = self.comm.broadcast_object(list(dict.fromkeys([*came, *reversed(range(len(parameters)))])))
         old = self.reducer
         old.close()
-        self.reducer = self._make_reducer([parameters[n] for n in order if parameters[n].requires_grad])
+        order = dict.fromkeys((*old.order, *in_backward_order(self.module)))
+        self.reducer = self._make_reducer([p for p in order if p.requires_grad])
         self.reducer.replace(old)
         if self._reduction.compression is not None:
             self._reduction.compression.reset()

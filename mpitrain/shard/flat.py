@@ -1,6 +1,7 @@
 """Flat groups: parameters of one dtype laid end to end, in the order in which backward finishes their gradients.
 
-Backward finishes the last layers first. Parameters are therefore laid out in reverse order of registration, in buckets:
+Backward usually finishes the last layers first. Parameters are therefore laid out in reverse order of registration, in
+buckets. `mpitrain.shard.reducer` traces the order in which the buckets are really finished, and starts them in it.
 
     | bucket 0: last layers | bucket 1        | ...      | bucket k: first layers |
       1 MiB, so that         25 MiB each
@@ -167,11 +168,12 @@ def in_backward_order(module: nn.Module) -> list[nn.Parameter]:
 def blocks_of(module: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model that have trained parameters, in order.
 
-    Blocks are the children of the model's outermost nn.ModuleLists and nn.Sequentials.
+    Blocks are the children of the model's outermost nn.ModuleLists and nn.Sequentials, and of those directly inside
+    them. A child of a class derived from one of these is a block as a whole.
     """
     blocks: list[nn.Module] = []
     for child in module.children():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(child, (nn.ModuleList, nn.Sequential)):
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and type(child) not in (nn.ModuleList, nn.Sequential):
             blocks.append(child)
         else:
             blocks += blocks_of(child)

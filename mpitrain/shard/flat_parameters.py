@@ -42,6 +42,7 @@ class FlatParameter:
         is_owner: True if this rank owns the contents: it adds the gradient to its part of the norm.
         bucket: Number of the bucket that contains the interval, counted through all groups; -1 if the flat parameter is
             a parameter of the model.
+        average: Average of the values over several steps, of `value`'s shape and dtype; None without one.
     """
 
     value: torch.Tensor
@@ -51,6 +52,7 @@ class FlatParameter:
     settings: int
     is_owner: bool
     bucket: int = -1
+    average: torch.Tensor | None = None
 
     def store(self) -> None:
         """Round the updated value into the parameter."""
@@ -80,6 +82,7 @@ class FlatParameter:
                 self,
                 value=nn.Parameter(value[lo:hi]),
                 stored=self.stored[lo:hi] if self.stored is not None else None,
+                average=self.average[lo:hi] if self.average is not None else None,
                 gradient=_constant(gradient[lo:hi]),
                 contents=tuple((p, first, last, at - lo) for p, first, last, at in self.contents[n:end]),
             )

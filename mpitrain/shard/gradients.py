@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from mpitrain.comm import Arena, Communicator, Work
-from mpitrain.comm.compression import Bucket, Compression
+from mpitrain.comm import Arena, Work
+from mpitrain.shard.bucket_reduction import BucketReduction
 from mpitrain.shard.flat import FlatGroup, bucket_indices, move_gradient
 from mpitrain.shard.placement import DEFERRING, slot_count
 
@@ -43,6 +42,7 @@ class Gradients(ABC):
             each at the end of backward; None if buckets must be started one by one.
         on_reduced: Callback with the number of a bucket, called when this rank's share of it has been reduced in a
             pass; only called if buckets are reduced one by one.
+        order: Numbers of the buckets in the order in which they are started, the same on every rank.
     """
 
     groups: Sequence[FlatGroup]
@@ -50,6 +50,18 @@ class Gradients(ABC):
     reduces_each_pass: bool
     reduced_at_end: list[torch.Tensor] | None
     on_reduced: Callable[[int], object] | None = None
+    order: Sequence[int]
+
+    def set_order(self, order: Sequence[int]) -> None:
+        """Start buckets in another order from the next backward pass on."""
+        self.order = order
+
+    def agree(self, numbers: Sequence[int]) -> list[int]:
+        """Return the numbers of the first of all ranks that reduce these gradients. Collective over them."""
+        agreed = torch.tensor(numbers, dtype=torch.int32)
+        for comm in filter(None, (self.reduction.comm, self.reduction.replicas)):
+            comm.broadcast(agreed, 0)
+        return agreed.tolist()
 
     @property
     @abstractmethod
@@ -83,6 +95,10 @@ class Gradients(ABC):
         Returns:
             The operation to wait for; None if it is already complete.
         """
+
+    @abstractmethod
+    def skip(self, bucket: int) -> None:
+        """Set a bucket's gradients to zero instead of reducing them, because no rank has any in this pass."""
 
     @abstractmethod
     def end(self, works: Sequence[Work | None]) -> None:
@@ -123,111 +139,6 @@ class Gradients(ABC):
         """Release the memory. Collective."""
 
 
-class BucketReduction:
-    """Options and communicators of the reduction of every bucket.
-
-    Args:
-        comms: Communicators over the same ranks; buckets use them in turn.
-        op: "sum" or "avg".
-        algorithm: Algorithm of the all-reduce; "auto" to choose it by size and memory.
-        compression: Compression of gradients during communication; None to send them uncompressed.
-        replicas: Ranks that keep the same shares as this one, over which a reduced share is summed once more.
-        reproducible: If true, add in an order that does not depend on the number of ranks.
-
-    Attributes:
-        comm: First of the communicators, for operations that are not done bucket by bucket.
-        overlaps: If true, a core is free to reduce one bucket while backward computes the next.
-    """
-
-    def __init__(
-        self,
-        comms: Sequence[Communicator],
-        op: str,
-        *,
-        algorithm: str = "auto",
-        compression: Compression | None = None,
-        replicas: Communicator | None = None,
-        reproducible: bool = False,
-    ) -> None:
-        self.comms, self.op, self.algorithm = list(comms), op, algorithm
-        self.comm = self.comms[0]
-        self.overlaps = self.comm.overlaps
-        self.compression, self.replicas, self.reproducible = compression, replicas, reproducible
-        for comm in self.comms if self.overlaps else ():
-            # The first operation allocates shared memory; do it now, not in the background of training: see FileLayout.
-            work = comm.all_reduce(torch.zeros(1), async_op=True)
-            assert work is not None
-            work.wait()
-
-    def sum(self, x: torch.Tensor, number: int, shapes: Bucket | None, *, background: bool) -> Work | None:
-        """All-reduce a bucket in place. Collective.
-
-        Args:
-            x: Gradients of the bucket, flat.
-            number: Number of the bucket, counted through all groups.
-            shapes: Compression of the bucket; None to reduce it uncompressed.
-            background: If true, return immediately with a Work to wait for.
-        """
-        return self.comms[number % len(self.comms)].all_reduce(
-            x, self.op, self.algorithm, background, compression=shapes, reproducible=self.reproducible
-        )
-
-    def local_share(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's share of a bucket as a view."""
-        length = x.numel() // self.comm.size
-        return x[self.comm.rank * length : (self.comm.rank + 1) * length]
-
-    def scatter(
-        self, into: torch.Tensor, x: torch.Tensor, number: int, shapes: Bucket | None, *, background: bool, defer: bool
-    ) -> Work | None:
-        """Reduce a bucket so that this rank gets its share of the result. The contents of `x` are lost. Collective.
-
-        Args:
-            into: Memory for the share: the part of `x` that is this rank's share, or memory of the same length
-                elsewhere.
-            x: Gradients of the bucket, flat.
-            number: Number of the bucket, counted through all groups.
-            shapes: Compression of the bucket; only allowed if `into` is a part of `x`. None to reduce it uncompressed.
-            background: If true, return immediately with a Work to wait for.
-            defer: If true, the share may be computed later, when the next bucket is started (a reduction in split
-                phases).
-        """
-        if shapes is not None:
-            return self.sum(x, number, replace(shapes, whole=False), background=background)
-        comm = self.comms[number % len(self.comms)]
-        if defer:
-            work = comm.deferred_reduce_scatter(into, x, self.op)
-            if work is not None:
-                return work
-        return comm.reduce_scatter(into, x, self.op, async_op=background, reproducible=self.reproducible)
-
-    def reduce_replicas(self, share: torch.Tensor, number: int) -> None:
-        """Sum a reduced share in place over the ranks that keep the same share. Collective over these ranks.
-
-        Args:
-            share: The share.
-            number: Number of the bucket, counted through all groups.
-        """
-        if self.replicas is None:
-            return
-        compressed = self.compression.bucket((number,)) if self.compression and self.compression.two_level else None
-        reproducible = self.reproducible and compressed is None
-        self.replicas.all_reduce(share, self.op, compression=compressed, reproducible=reproducible)
-
-    def compression_of(self, group: FlatGroup, number: int, key: object) -> Bucket | None:
-        """Return the compression of a group's bucket, which gets the shapes of its parameters; None without
-        compression.
-
-        Args:
-            group: Group of parameters.
-            number: Number of the bucket in the group.
-            key: Key under which the compression keeps its state of the bucket from step to step.
-        """
-        if self.compression is None or (self.compression.two_level and self.replicas is not None):
-            return None  # compressed between nodes alone, see `reduce_replicas`
-        return self.compression.bucket(key, [(offset, tuple(p.shape)) for p, offset in group.members(number)])
-
-
 class WholeGradients(Gradients):
     """All gradients, in flat arenas; each parameter's `.grad` is a view of its place there.
 
@@ -260,6 +171,7 @@ class WholeGradients(Gradients):
                 self._views[parameter] = (view, flat.dtype != group.dtype)
         self._same = [(p, view) for p, (view, separate) in self._views.items() if not separate]  # views become `.grad`
         self._buckets = [b for g, group in enumerate(groups) for b in group.buckets(self._arenas[g].tensor)]
+        self.order = range(len(self._buckets))
         self._compressed = [reduction.compression_of(groups[g], b, (g, b)) for g, b in bucket_indices(groups)]
         self.reduced_at_end = (
             self.flat if not sharded and reduction.compression is None and not reduction.overlaps else None
@@ -304,6 +216,9 @@ class WholeGradients(Gradients):
                 self.reduction.local_share(x), x, bucket, shapes, background=background, defer=False
             )
         return self.reduction.sum(x, bucket, shapes, background=background)
+
+    def skip(self, bucket: int) -> None:
+        self._buckets[bucket].zero_()
 
     def end(self, works: Sequence[Work | None]) -> None:
         for work in filter(None, works):
@@ -411,21 +326,27 @@ class ShardedGradients(Gradients):
         self._readers: list[list[Work | None]] = [[None] * len(slots) for slots in self._slots]
         self._stale: set[int] = set()  # buckets whose shares the next reduction overwrites
         self._started: list[tuple[int, torch.Tensor, Work]] = []  # (bucket, reduced share, work) not yet added
-        self._next = 0  # the bucket to be started next
         self._pending: set[nn.Parameter] = set()  # parameters whose place has a gradient that is not yet `.grad`
-        placed = [groups[g].members(b) for g, b in self._numbers]
-        self._members = [[p for p, _ in of] for of in placed]
+        self._placed = [groups[g].members(b) for g, b in self._numbers]
+        self._members = [[p for p, _ in of] for of in self._placed]
         self._where = {p: (bucket, n) for bucket, of in enumerate(self._members) for n, p in enumerate(of)}
-        self._views = [_Slot.of(self._slot(bucket), of) for bucket, of in enumerate(placed)]
+        self.set_order(range(len(self._placed)))
 
     @property
     def flat(self) -> list[torch.Tensor]:
         return self._shards
 
+    def set_order(self, order: Sequence[int]) -> None:
+        super().set_order(order)
+        turns = [cycle(range(len(slots))) for slots in self._slots]
+        self._slot_of = {bucket: next(turns[self._numbers[bucket][0]]) for bucket in order}
+        self._views = {bucket: _Slot.of(self._slot(bucket), self._placed[bucket]) for bucket in order}
+        self._next = 0  # position in the order of the bucket to be started next
+
     def place(self, parameter: nn.Parameter) -> torch.Tensor | None:
         bucket, number = self._where[parameter]
         view = self._views[bucket].views[number]
-        if bucket != self._next or view.dtype != parameter.dtype:
+        if self._next == len(self.order) or bucket != self.order[self._next] or view.dtype != parameter.dtype:
             return None
         if parameter.grad is not None or parameter in self._pending:
             return None
@@ -439,7 +360,7 @@ class ShardedGradients(Gradients):
         g, b = self._numbers[bucket]
         slots = self._slots[g]
         self._make_room(bucket)
-        self._next = bucket + 1
+        self._next += 1
         slot = self._slot(bucket)
         self._fill(bucket, self._views[bucket])
         if self._on_copied is not None:
@@ -452,21 +373,31 @@ class ShardedGradients(Gradients):
             self._collect(bucket, share)
         else:
             self._started.append((bucket, share, work))
-            self._readers[g][bucket % len(slots)] = work
+            self._readers[g][self._slot_of[bucket]] = work
         return work
+
+    def skip(self, bucket: int) -> None:
+        self._next += 1
+        if self._on_copied is not None:
+            self._on_copied(self._numbers[bucket][1])
+        if bucket in self._stale:
+            self._share(bucket).zero_()
+            self._stale.remove(bucket)
+        if self.on_reduced is not None:
+            self.on_reduced(bucket)
 
     def _slot(self, bucket: int) -> torch.Tensor:
         """Return the bucket's slot, cut to the length of the bucket."""
         g, b = self._numbers[bucket]
         lo, hi = self.groups[g].layout.bounds[b : b + 2]
-        return self._slots[g][bucket % len(self._slots[g])].tensor[: hi - lo]
+        return self._slots[g][self._slot_of[bucket]].tensor[: hi - lo]
 
     def _make_room(self, bucket: int) -> None:
         """Complete older reductions until the slot of the next bucket may be written."""
         while len(self._started) >= _MAX_UNFINISHED:
             self._collect(*self._started.pop(0))
-        readers = self._readers[self._numbers[bucket][0]]
-        reader, readers[bucket % len(readers)] = readers[bucket % len(readers)], None
+        readers, slot = self._readers[self._numbers[bucket][0]], self._slot_of[bucket]
+        reader, readers[slot] = readers[slot], None
         if reader is not None:
             reader.release()
 

@@ -17,6 +17,8 @@ Only the host waits for the gradients that it needs, and only the caller's strea
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -29,6 +31,7 @@ from mpitrain.shard.flat_parameters import FlatParameter
 from mpitrain.storage.disk import reporting
 
 HOST = "host"  # setting for host memory, instead of a folder
+_LIBC = ctypes.CDLL(None)
 
 
 class MappedFiles:
@@ -38,15 +41,16 @@ class MappedFiles:
 
     Args:
         folder: Folder of the files; created if it does not exist.
+        setting: Setting that names the folder, for messages.
 
     Raises:
         InputError: No file can be created there.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, setting: str = "parallel.offload") -> None:
+        self._folder, self._setting = folder, setting
         self._addresses: set[int] = set()  # addresses of the mapped tensors
-        with reporting(f"parallel.offload {folder} cannot be used", "use another folder"):
+        with reporting(f"{setting} {folder} cannot be used", "use another folder"):
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
 
@@ -59,7 +63,7 @@ class MappedFiles:
         nbytes = tensor.nbytes
         descriptor, name = tempfile.mkstemp(dir=self._folder)
         try:
-            with reporting(f"parallel.offload {self._folder} has no space for {nbytes} bytes", "free space there"):
+            with reporting(f"{self._setting} {self._folder} has no space for {nbytes} bytes", "free space there"):
                 os.posix_fallocate(descriptor, 0, max(1, nbytes))  # else a full disk is a bus error later
                 mapped = torch.from_file(name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
         finally:
@@ -87,6 +91,11 @@ class MappedFiles:
         mapped = self.move(tensor)
         self._addresses.add(mapped.untyped_storage().data_ptr())
         return mapped
+
+
+def read_ahead(mapped: torch.Tensor) -> None:
+    """Ask the system to read a whole mapped file into memory in the background."""
+    _LIBC.madvise(ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(mapped.nbytes), mmap.MADV_WILLNEED)
 
 
 class HostUpdate:
@@ -168,6 +177,7 @@ class HostUpdate:
 
         The result may be overwritten. It is None if there is no gradient.
         """
+        self._begun = False
         arrived = self._host_copied.pop(id(flat_parameter), None)
         if arrived is None:
             return None
@@ -176,7 +186,6 @@ class HostUpdate:
 
     def before_update(self) -> None:
         """Wait until the values may be changed, because their last copies to the device are complete."""
-        self._begun = False
         if self._device_copied is not None:
             self._device_copied.synchronize()
             self._device_copied = None

@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,13 +87,18 @@ class Parameters(ABC):
         """Return a context in which all parameters can be read. Collective if the parameters are sharded."""
         return nullcontext()
 
-    def watch_saved(self, saved: Callable[[torch.Tensor], object]) -> AbstractContextManager[None]:
+    def gathered_bytes(self) -> int:
+        """Return how many of the buffers' bytes hold parameters at this time."""
+        return 0
+
+    def watch_saved(self, saved: Callable[[torch.Tensor], Any]) -> AbstractContextManager[None]:
         """Return a context that calls `saved` with each tensor that only this class saves for backward.
 
         These are the tensors that autograd saves and that saved-tensor hooks outside of this class do not see.
 
         Args:
-            saved: Callback with each of these tensors.
+            saved: Function of each of these tensors. It returns the object to keep: the tensor, or an object that
+                returns the tensor when it is called.
         """
         return nullcontext()
 
@@ -288,14 +293,15 @@ class NodeParameters(_GatheredParameters):
             copy.free()
 
 
-def shard_order(comm: Communicator) -> int | None:
-    """Return this rank's number in an order that alternates between the nodes; None if nodes differ in size.
+def shard_order(comm: Communicator) -> list[int] | None:
+    """Return the ranks in an order that alternates between the nodes; None if nodes differ in size.
 
         node A: 0 2 4      node B: 1 3 5
 
     With this order, the shares of ranks that have the same local rank on different nodes are adjacent, and one
     all-gather among those ranks moves one interval of memory.
     """
-    if len({comm.nodes.count(node) for node in comm.nodes}) > 1:
+    nodes = comm.nodes
+    if len({nodes.count(node) for node in set(nodes)}) > 1:
         return None
-    return comm.local_rank * comm.num_nodes + comm.node
+    return sorted(range(len(nodes)), key=lambda rank: (nodes[:rank].count(nodes[rank]), nodes[rank]))

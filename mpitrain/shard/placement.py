@@ -65,7 +65,7 @@ def stage_of(config: Config, ranks: int, *, shardable: bool = True) -> int:
 
     Stage 1 is faster than stage 0, because each rank updates only its share. Stage 0 is used if there is nothing to
     shard, if any rank must be able to restore the states (elastic.mode shrink), if compressed gradients would depend on
-    the shares, and in modes other than sync.
+    the shares, in modes other than sync, and with the pipeline schedule 2bw.
 
     Args:
         config: Configuration; [parallel], [elastic] and [comm] count.
@@ -76,7 +76,7 @@ def stage_of(config: Config, ranks: int, *, shardable: bool = True) -> int:
     if zero != "auto":
         return zero
     plain = config.parallel.mode == "sync" and config.elastic.mode == "off" and config.comm.compression == "none"
-    return int(plain and shardable and ranks > 1)
+    return int(plain and shardable and ranks > 1 and config.parallel.schedule != "2bw")
 
 
 def conflict(

@@ -3,6 +3,10 @@
 A hook on each parameter records that its gradient is complete. When all gradients of a bucket are complete and all
 earlier buckets have been started, the bucket's reduction starts, in the same order on every rank.
 
+That order is at first the reverse order of registration. The first backward pass traces the order in which gradients
+are finished, and all ranks start buckets in the order of rank 0 from then on (Li et al. 2020, PyTorch Distributed,
+section 6.2.1). The order is traced again every `RETRACE` passes, in case the graph has changed.
+
 If no core is free for communication, nothing would overlap. Whole gradients are then reduced in one operation at the
 end of backward. Small gradients are then moved to their buckets together. Their parameters need no hooks, each of which
 costs about a microsecond: a hook on the output announces the backward pass, and at its end the new gradients are there.
@@ -24,6 +28,8 @@ from mpitrain.shard.flat import bucket_indices
 from mpitrain.shard.gradients import Gradients
 from mpitrain.shard.in_place import InPlace, accumulator_of, will_accumulate
 
+RETRACE = 32  # passes
+
 
 class Reducer:
     """Watches the backward passes of some parameters, and reduces their gradients bucket by bucket.
@@ -40,9 +46,12 @@ class Reducer:
 
     Attributes:
         enabled: If true, backward passes are reduced; if false, gradients are only accumulated.
+        paused: If true, backward passes are those of a later step, and their gradients stay where they are.
         last: If true, no more backward passes are expected before the step, after this one.
-        order: Parameters in the order in which the gradients of the last backward pass arrived; empty if buckets are
-            not started during backward.
+        order: Parameters in the order in which their gradients are finished, as traced on rank 0 and the same on every
+            rank; before the first trace, and if buckets are not started during backward, the order of the layout.
+        dropped: Parameters of which no rank computes a gradient in this step. Their gradients are zero, and buckets
+            that contain no other gradient are not sent.
         passes: Number of backward passes reduced so far.
         factor: Factor by which the result of a reduction is multiplied.
     """
@@ -60,20 +69,26 @@ class Reducer:
         self.gradients, self.names = gradients, names
         self.unused_allowed, self.static = unused_allowed, static
         self.enabled = self.last = True
-        self.order: list[nn.Parameter] = []
+        self.paused = False
         self.passes = 0
         self.factor = 1.0
         self._unused: set[nn.Parameter] | None = None  # in every pass since `take_unused`; None before the first pass
         self._forget = forget_unused and (unused_allowed or static)
         self._by_bucket = gradients.reduction.overlaps or gradients.reduces_each_pass
         buckets = [gradients.groups[g].members(b) for g, b in bucket_indices(gradients.groups)]
+        self.dropped: set[nn.Parameter] = set()
+        self._members = [[p for p, _ in of] for of in buckets]
         self._bucket = {p: number for number, members in enumerate(buckets) for p, _ in members}
+        self.order = list(self._bucket)
+        self._traces = self._by_bucket and module is not None
+        self._came: list[nn.Parameter] = []  # parameters in the order of their gradients in this pass
+        self._before: list[nn.Parameter] = []  # the same of the pass before
         self._total = len(buckets)
         self._expected = dict.fromkeys(self._bucket, 1)  # gradients of each parameter in one backward pass
         self._counts: dict[nn.Parameter, int] = {}
         self._touched: set[nn.Parameter] = set()  # parameters that got a gradient since the last reduction
         self._missing: list[int] = []  # by bucket, number of parameters whose gradients are missing
-        self._works: list[Work | None] = []  # of the buckets started so far
+        self._works: dict[int, Work | None] = {}  # of the buckets started so far
         self._in_backward = self._accumulated = False  # accumulated: in a pass since the last reduction
         self._arrived: list[nn.Parameter] = []  # parameters that got a gradient and are not yet in `_touched`
         self._anywhere = np.ones(len(self._bucket), dtype=np.uint8)  # 1 for a parameter that some rank used
@@ -145,6 +160,8 @@ class Reducer:
 
         This is the hook that runs after autograd has added to the parameter's `.grad`.
         """
+        if self.paused:
+            return
         self._refuse_sparse(parameter)
         self._arrived.append(parameter)
         if self.enabled and not self._in_backward:
@@ -153,12 +170,12 @@ class Reducer:
             self.gradients.mark_ready(parameter)
             return
         bucket = self._bucket[parameter]
-        if bucket < len(self._works) and not self._expected[parameter]:
+        if bucket in self._works and not self._expected[parameter]:
             raise InputError(
                 f"{self.names[parameter]} got a gradient, but none in the first backward pass, and static_graph=True "
                 "requires the same parameters in every pass; remove static_graph=True"
             )
-        if bucket < len(self._works):
+        if bucket in self._works:
             raise InputError(
                 f"{self.names[parameter]} got a second gradient in one backward pass after the first was sent, as with "
                 "activation checkpointing and use_reentrant=True; set use_reentrant=False, or static_graph=True"
@@ -166,9 +183,8 @@ class Reducer:
         self.gradients.mark_ready(parameter)
         count = self._counts.get(parameter, 0) + 1
         self._counts[parameter] = count
-        if count == 1:
-            self.order.append(parameter)
         if count == self._expected[parameter]:
+            self._came.append(parameter)
             self._missing[bucket] -= 1
             if self.passes or not self.static:
                 self._start_ready()
@@ -181,18 +197,30 @@ class Reducer:
 
     def _expect(self) -> None:
         """Count the gradients that each bucket waits for."""
-        self._counts, self.order, self._works = {}, [], []
+        self._counts, self._works, self._before, self._came = {}, {}, self._came, []
         if not self._by_bucket:
             return
         self._missing = [0] * self._total
         for parameter, times in self._expected.items():
-            self._missing[self._bucket[parameter]] += times > 0
+            self._missing[self._bucket[parameter]] += times > 0 and parameter not in self.dropped
 
     def _start_ready(self, everything: bool = False) -> None:
         """Start buckets in order, up to the first one that lacks gradients or, with `everything`, all of them."""
-        background = self.gradients.reduction.overlaps
-        while len(self._works) < self._total and (everything or self._missing[len(self._works)] <= 0):
-            self._works.append(self.gradients.start(len(self._works), background))
+        background, order = self.gradients.reduction.overlaps, self.gradients.order
+        while len(self._works) < self._total:
+            bucket = order[len(self._works)]
+            if not everything and self._missing[bucket] > 0:
+                break
+            if self.dropped and self._is_dropped(bucket):
+                self.gradients.skip(bucket)
+                self._works[bucket] = None
+                continue
+            self._works[bucket] = self.gradients.start(bucket, background)
+
+    def _is_dropped(self, bucket: int) -> bool:
+        """Return True if no rank has gradients of a bucket. Copies of tied parameters may have got them elsewhere."""
+        members = self._members[bucket]
+        return bool(members) and self.dropped.issuperset(members) and self._all_touched().isdisjoint(members)
 
     def finish(self) -> None:
         """Complete the reduction of all buckets. Collective.
@@ -216,9 +244,9 @@ class Reducer:
                 self._refuse_sparse(parameter)
             raise
         flats = self.gradients.reduced_at_end
-        if flats is None:
+        if flats is None or self.dropped:
             self._start_ready(everything=True)
-            self.gradients.end(self._works)
+            self.gradients.end(list(self._works.values()))
         else:
             for number, flat in enumerate(flats):
                 self.gradients.reduction.sum(flat, number, None, background=False)
@@ -233,6 +261,22 @@ class Reducer:
         self._unused = set(lacking) if self._unused is None else self._unused.intersection(lacking)
         self._touched.clear()
         self.passes += 1
+        if self._traces and (self.passes == 1 or self.passes % RETRACE == 0):
+            self._trace()
+
+    def _trace(self) -> None:
+        """Start buckets from now on in the order in which rank 0 finishes them, if two passes agree. Collective."""
+        parameters = list(self._bucket)
+        numbers = {p: n for n, p in enumerate(parameters)}
+        order, came, before = ([numbers[p] for p in of] for of in (self.order, self._came, self._before))
+        common, dropped = set(came).intersection(before), {numbers[p] for p in self.dropped}.difference(came)
+        first, second = ([n for n in of if n in common] for of in (before, came))
+        if came and (first == second or self.passes == 1):
+            finished = iter(dict.fromkeys([*came, *(n for n in numbers.values() if n not in dropped)]))
+            order = [n if n in dropped else next(finished) for n in order]
+        self.order = [parameters[n] for n in self.gradients.agree(order)]
+        last = {self._bucket[p]: n for n, p in enumerate(self.order)}  # by bucket, its last gradient
+        self.gradients.set_order(sorted(self.gradients.order, key=lambda bucket: last.get(bucket, -1)))
 
     @property
     def is_reduced(self) -> bool:
@@ -254,7 +298,7 @@ class Reducer:
         ]
         if len(touched) + len(self._late) < len(self._bucket):
             lacking += [p for p in self._bucket if p not in touched and p not in self._late]
-        return lacking
+        return [p for p in lacking if p not in self.dropped] if self.dropped else lacking
 
     def _all_touched(self) -> set[nn.Parameter]:
         """Return the parameters that got a gradient since the last reduction."""

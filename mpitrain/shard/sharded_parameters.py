@@ -54,6 +54,7 @@ class _Unit:
         self.module, self.bucket, self.root = module, bucket, root
         # (group number, parameter, offset in the unit's bucket of that group) of each parameter
         self.members = [(g, p, offset) for g, group in enumerate(groups) for p, offset in group.members(bucket)]
+        self.segment = [self]  # units gathered for its backward, which recomputes them: it and earlier ones
         self.buffers: dict[int, torch.Tensor] = {}  # by group, the gathered bucket; empty while resharded
         self.views: dict[tuple[int, ...], list[torch.Tensor]] = {}  # of the members, by the addresses of the buffers
         self.undivided: list[torch.Tensor | None] = [None] * len(self.members)  # members that are read in a share
@@ -112,14 +113,18 @@ class ShardedParameters(Parameters):
         # by group, free buffers, each with the device event after which it may be written
         self._pool: dict[int, list[tuple[torch.Tensor, torch.Event | None]]] = {}
         self._nan_values = [torch.full((), torch.nan, dtype=g.dtype, device=g.device) for g in groups]
-        self._pool_bytes = self._reads = 0
+        self._pool_bytes = self._gathered_bytes = self._reads = 0
         count = len(units)
         self._units = [_Unit(u, count - 1 - number, False, groups) for number, u in enumerate(units)]
         self._units.append(_Unit(module, count, True, groups))
+        at = {unit.module: unit for unit in self._units}
+        for unit in self._units:
+            modules = getattr(unit.module, "recomputed_with", (unit.module,))
+            unit.segment = [at[module] for module in modules[: modules.index(unit.module) + 1] if module in at]
         self._longest = [max((hi - lo for lo, hi in pairwise(g.layout.bounds[: count + 1])), default=0) for g in groups]
         self._order: list[_Unit] = []  # units in the order of the forward pass
         self._copied: dict[int, int] = {}  # by bucket, number of groups whose gradients were taken
-        self._saved: Callable[[torch.Tensor], object] | None = None  # see `watch_saved`
+        self._saved: Callable[[torch.Tensor], Any] | None = None  # see `watch_saved`
         self._hooks: list[Any] = []
         for unit in self._units:
             self._copy_shares(unit)
@@ -205,6 +210,7 @@ class ShardedParameters(Parameters):
         background = self._shard.overlaps
         for g, _, lo, hi in self._buckets(unit):
             buffer = unit.buffers[g] = self._buffer(g, hi - lo, unit.root)
+            self._gathered_bytes += buffer.nbytes
             if self._all_shares:
                 self._read_all(unit, g, hi - lo)
                 continue
@@ -256,6 +262,7 @@ class ShardedParameters(Parameters):
             self._drop_values(unit)
             unit.ready = False
         for g, buffer in unit.buffers.items():
+            self._gathered_bytes -= buffer.nbytes
             self._pool[g].append((buffer, record_event(buffer.device) if is_accelerator(buffer.device) else None))
         unit.buffers = {}
 
@@ -284,8 +291,9 @@ class ShardedParameters(Parameters):
 
     def _pre_backward(self, unit: _Unit) -> None:
         """Run before a unit's backward pass (hook on its outputs' gradients): unshard it, start to gather the next."""
-        self.unshard(unit)
-        self._prefetch(unit, -1)
+        for each in unit.segment:
+            self.unshard(each)
+        self._prefetch(unit.segment[0], -1)
 
     def _prefetch(self, unit: _Unit, step: int) -> None:
         """Start to gather the unit that is `step` units after this one in the order of the forward pass."""
@@ -306,9 +314,7 @@ class ShardedParameters(Parameters):
             address = tensor.untyped_storage().data_ptr()
             g = places.get(address)
             if g is None:
-                if self._saved is not None and address not in self._addresses:
-                    self._saved(tensor)
-                return tensor
+                return tensor if self._saved is None or address in self._addresses else self._saved(tensor)
             return unit, g, tensor.storage_offset(), tensor.shape, tensor.stride()
 
         return pack
@@ -316,13 +322,13 @@ class ShardedParameters(Parameters):
     @staticmethod  # the buffers are those into which the unit has been gathered again for backward
     def _unpack(packed: Any) -> torch.Tensor:
         """Return the tensor that was saved by `_pack`."""
-        if torch.is_tensor(packed):
-            return packed
+        if not isinstance(packed, tuple):
+            return packed() if callable(packed) else packed
         unit, g, offset, shape, stride = packed
         return unit.buffers[g].as_strided(shape, stride, offset)
 
     @contextmanager
-    def watch_saved(self, saved: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    def watch_saved(self, saved: Callable[[torch.Tensor], Any]) -> Iterator[None]:
         self._saved = saved
         try:
             yield
@@ -369,6 +375,9 @@ class ShardedParameters(Parameters):
 
     def buffer_bytes(self) -> int:
         return self._pool_bytes
+
+    def gathered_bytes(self) -> int:
+        return self._gathered_bytes
 
     @contextmanager
     def unshard_all(self) -> Iterator[None]:

@@ -28,6 +28,7 @@ from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.settings import Config
 from mpitrain.errors import refusal
 from mpitrain.layout.ownership import Division
+from mpitrain.shard.bucket_reduction import BucketReduction
 from mpitrain.shard.flat import MULTIPLE, FlatGroup, flat_groups, in_backward_order, members, unit_groups, units_of
 from mpitrain.shard.flat_parameters import (
     FlatParameter,
@@ -40,7 +41,7 @@ from mpitrain.shard.flat_parameters import (
     replicated_flat_parameters,
     sharded_flat_parameters,
 )
-from mpitrain.shard.gradients import BucketReduction, Gradients, ShardedGradients, WholeGradients
+from mpitrain.shard.gradients import Gradients, ShardedGradients, WholeGradients
 from mpitrain.shard.offload import HOST, HostUpdate, MappedFiles
 from mpitrain.shard.parameters import (
     NodeParameters,
@@ -85,6 +86,7 @@ class Sharding:
         groups: Trained parameters and their places in flat memory.
         parameters, gradients: Placements of parameters and gradients.
         flat_parameters: Flat parameters that this rank's optimizer updates.
+        buffer_averages: Averages of the module's buffers over several steps, by name; empty without train.average.
         host: Copies between device and host if the host updates a device's parameters; otherwise None.
         files: Files of the optimizer states; None if they are in memory.
         writes_copies: If true, this rank takes part in saving state that every data-parallel rank has whole.
@@ -114,6 +116,7 @@ class Sharding:
         self._communicators: list[Communicator] = []
         folder = self.parallel.offload
         self.files = MappedFiles(Path(folder)) if folder not in ("", HOST) else None
+        self.buffer_averages: dict[str, torch.Tensor] = {}
         self.shard, self.replicas = self._split_ranks()
         self.share: int | None = self.shard.rank
         names = {p: name for name, p in module.named_parameters()}
@@ -157,8 +160,8 @@ class Sharding:
         if not self.stage.states or comm.size == 1:
             return comm, None
         if self.parallel.shard_within == "node":
-            node = self._split(comm.node, 0, "shard")
-            replicas = self._split(comm.local_rank, 0, "replicas")
+            node = self._subgroup(comm.neighbours, "shard")
+            replicas = self._subgroup(comm.counterparts, "replicas")
             if shard_order(comm) is None:
                 raise refusal(
                     "parallel.shard_within node needs the same number of ranks on each node; start the job that way"
@@ -166,12 +169,13 @@ class Sharding:
             return node, replicas if replicas.size > 1 else None
         order = shard_order(comm)
         if comm.num_nodes > 1 and order is not None and self.parallel.share_node:
-            return self._split(0, order, "shard"), None
+            return self._subgroup(order, "shard"), None
         return comm, None
 
-    def _split(self, color: int, key: int, name: str) -> Communicator:
-        """Return a communicator of the ranks that pass the same color, freed by `close`. Collective."""
-        communicator = self.comm.split(color, key, label=f"{self.comm.label}/{name}")
+    def _subgroup(self, ranks: Sequence[int], name: str) -> Communicator:
+        """Return a communicator of some ranks, this one included, freed by `close`. Collective over them."""
+        communicator = self.comm.subgroup(ranks, label=f"{self.comm.label}/{name}")
+        assert communicator is not None
         self._communicators.append(communicator)
         return communicator
 
@@ -225,14 +229,17 @@ class Sharding:
                 return None
             copies.append(copy)
         carried = comm.num_nodes > 1 and self.replicas is None
-        cross_node = self._split(comm.local_rank, 0, "carriers") if carried else None
+        cross_node = self._subgroup(comm.counterparts, "carriers") if carried else None
         return NodeParameters(groups, copies, comm, cross_node, self.shard.rank, self._gathers_as)
 
     def _place_gradients(self) -> Gradients:
         """Return the placement of the gradients for this stage, with its memory. Collective."""
         reproducible = self.config.run.reproducible
+        rings = range(2, self.config.comm.rings + 1) if self.shard.overlaps else ()
+        others = [self.shard.split(0, label=f"{self.shard.label}/ring {ring}") for ring in rings]
+        self._communicators += others
         reduction = BucketReduction(
-            [self.shard],
+            [self.shard, *others],
             "sum",
             algorithm=self.config.comm.algorithm,
             compression=self.compression,

@@ -14,9 +14,11 @@ for N = 1, 2, 4, ..., W.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+from heapq import heapify, heapreplace
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,19 +34,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VirtualWorkers:
-    """Division of every global batch into nearly equal parts, one for each virtual worker.
+    """Division of every global batch into parts, one for each virtual worker.
+
+    The parts are nearly equal, or in proportion to the speeds of the ranks.
 
     Attributes:
         rank: This rank, among the ranks that share the batch.
         ranks: Number of these ranks; each has the same number of virtual workers.
         count: Number of virtual workers of all ranks together.
         idle: If true, this rank is an additional one without virtual workers.
+        speeds: Relative speed of each rank, which is one worker then; empty: equal parts.
     """
 
     rank: int
     ranks: int
     count: int
     idle: bool = False
+    speeds: tuple[float, ...] = ()
 
     @staticmethod
     def of(ranks: int, reproducible: bool, workers: int, rank: int = 0) -> VirtualWorkers:
@@ -78,14 +84,33 @@ class VirtualWorkers:
 
     def share(self, size: int) -> tuple[int, int]:
         """Return this rank's samples [first, last) of a global batch of `size` samples."""
-        bounds = split(size, self.count)
+        bounds = self.bounds(size)
         return bounds[self.local_workers.start], bounds[self.local_workers.stop]
 
-    def worker_samples(self, size: int) -> list[tuple[int, int]]:
-        """Return the samples [first, last) of each of this rank's workers, counted from the rank's first sample."""
-        bounds = split(size, self.count)
+    def bounds(self, size: int) -> Sequence[int]:
+        """Return the bounds of the workers' parts of a global batch: worker w has [bounds[w], bounds[w + 1])."""
+        return proportional(size, self.speeds) if self.speeds else split(size, self.count)
+
+    def microbatches(self, size: int, microbatch: int) -> list[list[tuple[int, int]]]:
+        """Return the samples [first, last) of each microbatch of each of this rank's workers.
+
+        They are counted from the rank's first sample. If ranks have speeds, slower ranks have smaller microbatches
+        instead of fewer, so that in ZeRO stages 2 and 3, which communicate in every pass, no rank waits for another.
+
+        Args:
+            size: Number of samples in the global batch.
+            microbatch: Largest number of samples in a microbatch; 0 for all samples of a worker at once.
+        """
+        bounds, counts = self.bounds(size), self._counts(size, microbatch)
         start = bounds[self.local_workers.start]
-        return [(bounds[worker] - start, bounds[worker + 1] - start) for worker in self.local_workers]
+
+        def cut(lo: int, hi: int, count: int) -> list[tuple[int, int]]:
+            if self.speeds and count:
+                return [(lo + first, lo + last) for first, last in pairwise(split(hi - lo, count))]
+            each = microbatch or max(1, hi - lo)
+            return [(first, min(first + each, hi)) for first in range(lo, hi, each)]
+
+        return [cut(bounds[w] - start, bounds[w + 1] - start, counts[w]) for w in self.local_workers]
 
     def rounds(self, size: int, microbatch: int) -> int:
         """Return the largest number of microbatches of any rank.
@@ -119,6 +144,7 @@ class VirtualWorkers:
                 f"BatchNorm needs the same number of microbatches on each rank, but {size} samples on {self.ranks} "
                 "ranks give different numbers; make train.batch, and each batch of train.batch_warmup, a multiple of "
                 "the ranks, and the part of each rank a multiple of train.microbatch"
+                + (", or set parallel.shares to equal" if self.speeds else "")
             )
         if gathers and size < self.ranks:
             return (
@@ -129,10 +155,14 @@ class VirtualWorkers:
 
     def _microbatches(self, size: int, microbatch: int) -> list[int]:
         """Return the number of microbatches of each rank."""
-        bounds = split(size, self.count)
-        each = self.count // self.ranks
-        counts = [-(-(hi - lo) // (microbatch or max(1, hi - lo))) for lo, hi in pairwise(bounds)]
+        counts, each = self._counts(size, microbatch), self.count // self.ranks
         return [sum(counts[r * each : (r + 1) * each]) for r in range(self.ranks)]
+
+    def _counts(self, size: int, microbatch: int) -> list[int]:
+        """Return the number of microbatches of each worker."""
+        samples = [hi - lo for lo, hi in pairwise(self.bounds(size))]
+        counts = [-(-n // (microbatch or max(1, n))) for n in samples]
+        return [min(n, max(counts)) for n in samples] if self.speeds and microbatch else counts
 
     def begin_totals(self, comm: Communicator, values: torch.Tensor) -> Callable[[], list[float]]:
         """Start to sum numbers over all virtual workers; each sum is rounded once. Collective.
@@ -149,6 +179,29 @@ class VirtualWorkers:
         comm.all_reduce(everyone)
         fetched = device.start_copy_to_host(everyone)
         return lambda: [_sum(numbers) for numbers in fetched().T.tolist()]
+
+
+@lru_cache(maxsize=256)
+def proportional(size: int, speeds: tuple[float, ...]) -> Sequence[int]:
+    """Divide a range in proportion to speeds, so that the part that takes longest takes the least time.
+
+    Each part has at least one element, if there are enough. With equal speeds, the result is that of `split`.
+
+    Args:
+        size: Length of the range.
+        speeds: Speed of each part.
+
+    Returns:
+        The bounds of the parts, one more than there are parts.
+    """
+    counts = [int(size >= len(speeds))] * len(speeds)
+    ends = [((counts[part] + 1) / speed, part) for part, speed in enumerate(speeds)]  # times with one element more
+    heapify(ends)
+    for _ in range(size - sum(counts)):
+        part = ends[0][1]
+        counts[part] += 1
+        heapreplace(ends, ((counts[part] + 1) / speeds[part], part))
+    return tuple(accumulate(counts, initial=0))
 
 
 def _sum(numbers: list[float]) -> float:

@@ -30,6 +30,7 @@ from mpitrain.storage.text import bytes_text
 
 MARK = ".mpitrain-unfinished"  # a file in a folder that is being filled
 SHARED_MEMORY = "/dev/shm"  # shared memory of a node
+ENLARGE = f"to enlarge {SHARED_MEMORY}: mount -o remount,size=50% /dev/shm; in a container: --shm-size"
 _REASONS = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 _IN_MEMORY = (0x01021994, 0x858458F6)  # file system types in statfs(2): tmpfs, ramfs
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EFBIG, errno.EINVAL, errno.EINTR)

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 PROC = Path("/proc")
+LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "hydra_pmi_proxy")
+_DAEMONS = ("prted", "orted", "slurmstepd")  # start ranks on a machine where the launcher does not run
 
 
 def read(name: str) -> str:
@@ -49,6 +51,21 @@ def state_and_parent_of(process: int) -> tuple[str, int]:
     """Return the kernel's letter for the state of a process, and its parent; ("Z", 0) if the process has ended."""
     fields = _fields(process)
     return (fields[0], int(fields[1])) if fields else ("Z", 0)
+
+
+def find_launcher() -> int:
+    """Return the outermost launcher, or daemon of one, on this machine that started this process; 0 if there is none.
+
+    Scripts may be between the launcher and this process.
+    """
+    launcher, process = 0, os.getppid()
+    while process > 1:
+        if command_of(process) in (*LAUNCHERS, *_DAEMONS):
+            launcher = process
+        elif launcher:
+            break
+        process = state_and_parent_of(process)[1]
+    return launcher
 
 
 def start_of(process: int) -> str:

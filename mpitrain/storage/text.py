@@ -88,6 +88,16 @@ def rates_text(samples: float, tokens: float) -> str:
     return f"{short(samples)} samples/s" + (f" ({short(tokens)} tokens/s)" if tokens else "") + " in steps"
 
 
+def arithmetic_text(tflops: float, share: float) -> str:
+    """Return a rank's useful arithmetic as text, such as 0.012 TFLOP/s per rank, 34 % of the peak.
+
+    Args:
+        tflops: TFLOP/s of a rank.
+        share: Share of the peak of the hardware; 0 or NaN if the peak is unknown.
+    """
+    return f"{tflops:.3g} TFLOP/s per rank" + (f", {100 * share:.3g} % of the peak" if share > 0 else "")
+
+
 def with_spaces(figure: str) -> str:
     """Return the name of a figure with spaces instead of underscores: token_accuracy becomes "token accuracy".
 

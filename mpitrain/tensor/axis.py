@@ -43,6 +43,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from mpitrain.comm.memory import device as devices
@@ -187,7 +188,9 @@ class Axis:
         views = self._exchange(_GATHER, x, dim, tag, (self.size - 1) * x.nbytes)
         if views is not None:
             return torch.cat(views, dim), [view.shape[dim] for view in views]
-        if lengths is None:
+        if lengths is None and self.comm.played:
+            lengths = [x.shape[dim]] * self.size
+        elif lengths is None:
             all_lengths = torch.empty(self.size, dtype=torch.int64)
             self.comm.all_gather(all_lengths, torch.tensor([x.shape[dim]]))
             lengths = all_lengths.tolist()
@@ -464,7 +467,10 @@ class RngTracker:
         """
         if self._is_switched:
             return
-        drawn = int(torch.empty((), dtype=torch.int64).random_())
+        random = torch.empty((), dtype=torch.int64).random_()
+        if isinstance(random, FakeTensor):  # in a pass without values
+            return
+        drawn = int(random)
         self._opener = opener
         ours = [devices.CPU, device] if devices.is_accelerator(device) else [devices.CPU]
         self._saved_states = [(of, devices.generator_state(of)) for of in ours]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
@@ -197,9 +198,10 @@ class _CrossEntropy(torch.autograd.Function):
 def _check_range(numbers: torch.Tensor, size: int, name: str) -> None:
     """Raise IndexError on the CPU for numbers outside [0, size), which would otherwise be taken for another rank's.
 
-    On a device the check would make the host wait for all queued work; `_mask_invalid` is used there instead.
+    On a device the check would make the host wait for all queued work; `_mask_invalid` is used there instead. Fake
+    tensors have no numbers.
     """
-    if not is_accelerator(numbers.device) and numbers.numel():
+    if not is_accelerator(numbers.device) and numbers.numel() and not isinstance(numbers, FakeTensor):
         low, high = numbers.aminmax()
         if int(low) < 0 or int(high) >= size:
             raise IndexError(f"{name} {int(low) if int(low) < 0 else int(high)} is not between 0 and {size - 1}")

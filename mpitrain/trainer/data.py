@@ -161,18 +161,6 @@ def with_microbatch(config: Config, ranks: int) -> Config:
     return config.model_copy(update={"train": train.model_copy(update={"microbatch": size})})
 
 
-def microbatches(x: torch.Tensor, y: torch.Tensor, samples: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Divide a batch into microbatches (x, y).
-
-    Args:
-        x: Inputs.
-        y: Targets.
-        samples: Largest number of samples of a microbatch; 0 for the whole batch.
-    """
-    size = samples or max(1, len(x))
-    return [(x[lo : lo + size], y[lo : lo + size]) for lo in range(0, len(x), size)]
-
-
 def seed_worker(seed: int, step: int, worker: int) -> None:
     """Seed torch's generators for a step of a virtual worker.
 

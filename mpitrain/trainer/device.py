@@ -1,13 +1,14 @@
-"""Device of a rank: its choice, sharing between ranks, threads, moving batches to it, and errors when it is full."""
+"""Device of a rank: its choice, sharing between ranks, threads, moving batches to it, and errors of full memory."""
 
 from __future__ import annotations
 
 import os
-import re
+import resource
 import socket
+import traceback
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -17,12 +18,16 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device
 from mpitrain.data.on_device import map_tensors
 from mpitrain.errors import InputError, MpitrainError, refusal
-from mpitrain.storage.text import short
+from mpitrain.monitor.memory import host_memory_bytes, node_memory_bytes
+from mpitrain.planner.out_of_memory import ADVICE, categories_text, failed_allocation
+from mpitrain.storage.text import bytes_text
+from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.folder import agree_on_errors
+from mpitrain.trainer.memory import measure_rank
 
 
-class DeviceFull(MpitrainError):
-    """Error of a device whose free memory is too small."""
+class OutOfMemory(MpitrainError):
+    """Error of a host or device whose free memory is too small."""
 
 
 def choose_device(kind: str, world: Communicator) -> tuple[torch.device, str]:
@@ -128,6 +133,22 @@ def _copy_to(tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
     return copy
 
 
+def memory_limit(on: torch.device, world: Communicator) -> float:
+    """Return the bytes that this rank may use: its share of its node's memory, or of its device's. Collective.
+
+    Args:
+        on: Device on which the rank computes.
+        world: All ranks.
+    """
+    if not device.is_accelerator(on):
+        return node_memory_bytes() / world.local_size
+    sharing = -(-world.local_size // device.count(on.type))
+    if not world.played:
+        mine = [world.node, device.identity(on)]
+        sharing = world.all_gather_object(mine).count(mine)
+    return device.total_memory_bytes(on) / sharing
+
+
 def set_threads(world: Communicator, reproducible: bool) -> None:
     """Set the number of torch's threads, unless OMP_NUM_THREADS is set.
 
@@ -139,20 +160,43 @@ def set_threads(world: Communicator, reproducible: bool) -> None:
         torch.set_num_threads(1 if reproducible else world.process.cores.per_rank)
 
 
-# -- errors when the device is full
+# -- errors when memory is full
 
 
 @contextmanager
-def explain_out_of_memory(on: torch.device) -> Iterator[None]:
-    """Convert an out-of-memory error of the block into a DeviceFull that says which settings to change."""
+def explain_out_of_memory(
+    on: torch.device, engine: Callable[[], Engine | None] = lambda: None, advice: Callable[[], str] = lambda: ADVICE
+) -> Iterator[None]:
+    """Convert an error of a failed allocation into an OutOfMemory that says what filled the memory, and what helps.
+
+    Args:
+        on: Device on which the rank computes.
+        engine: Function that returns the engine whose tensors fill the memory, once there is one.
+        advice: Function that returns the settings which would help, with the bytes that each would save.
+    """
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        match = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
-        allocation = f"the allocation of {match[1]}" if match else "an allocation"
-        taken, total = short(device.memory_bytes(on)), short(device.total_memory_bytes(on))
-        raise DeviceFull(
-            f"device {on} ({device.name(on)}) is out of memory: {allocation} failed, and this rank's tensors take "
-            f"{taken}B of {total}B; use a smaller train.microbatch, set train.recompute, parallel.zero or "
-            "parallel.offload host, or use more ranks"
-        ) from error
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not (allocation := failed_allocation(error)):
+            raise
+        filled = _describe_memory(on, engine())
+        traceback.clear_frames(error.__traceback__)  # frees the tensors of the functions that were left
+        helps = ADVICE
+        with suppress(Exception):  # the advice needs memory, too
+            helps = advice()
+        raise OutOfMemory(f"{filled % allocation}; {helps}") from error
+
+
+def _describe_memory(on: torch.device, engine: Engine | None) -> str:
+    """Return the place, limit and content of the memory that is full, with a %s for the failed allocation."""
+    content = categories_text(measure_rank(engine.memory(), on)) if engine is not None else ""
+    if device.is_accelerator(on):
+        taken, total = device.memory_bytes(on), device.total_memory_bytes(on)
+        where, limit = f"device {on} ({device.name(on)}) of host {socket.gethostname()}", bytes_text(total)
+        taken_text = f"this rank's tensors take {bytes_text(taken)}"
+    else:
+        where, limit = f"host {socket.gethostname()}", bytes_text(node_memory_bytes())
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+        limit += f" (and {bytes_text(soft)} of addresses, ulimit -v)" if soft != resource.RLIM_INFINITY else ""
+        taken_text = f"this rank takes {bytes_text(host_memory_bytes())}"
+    return f"{where} is out of memory: %s, and {taken_text} of {limit}{': ' * bool(content)}{content}"

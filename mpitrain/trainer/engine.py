@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -28,6 +29,10 @@ from mpitrain.layers.precision import DTYPES, cast_input, convert
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.layout.ownership import Division
 from mpitrain.monitor.parts import StepClock
+from mpitrain.parallel.activations import ActivationOffload
+from mpitrain.parallel.layer_drop import LayerDrop
+from mpitrain.pipe.executor import Upcoming
+from mpitrain.shard.averages import WeightAverage
 from mpitrain.shard.ddp import broadcast_tensors
 from mpitrain.shard.flat_parameters import check_elementwise
 from mpitrain.shard.sharding import Sharding
@@ -39,6 +44,7 @@ from mpitrain.trainer.state import EngineState, merge_states
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Microbatch = tuple[Any, Any]
+AVERAGED = "averaged"  # key of a checkpoint's value: number of times that weights were added to the average
 OnOutput = Callable[[Any, Any], None]  # called with an output and its targets
 
 
@@ -142,12 +148,17 @@ class Engine:
         device: Device of the module's parameters.
         settled: False while an update is under way, when parameters and states may be partly updated.
         synchronous: True if layers communicate, so that every rank needs the same number of microbatches.
+        average: Average of the weights over steps; None without train.average.
         note: Remark about the state that was loaded, for the user; may be empty.
         clock: Timer of forward, backward and update.
+        meter: Counter of the bytes that autograd keeps for backward.
         metering: If true, the next forward pass for which autograd keeps tensors counts their bytes.
+        recorder: Context manager for the next forward pass that is metered, or for all of a step through a pipeline.
+        recorded_samples: Samples in the forward passes in which `recorder` was entered.
         pipeline: Pipeline that moves microbatches through the stages of the model; None if the model has no stages.
         counted: Function from a microbatch's targets to the count that its mean loss is over; None if that is the
             number of samples.
+        layer_drop: Blocks that steps leave out at random; None without model.layer_drop.
         terms: Loss terms that the model adds.
         term_sums: Each virtual worker's contribution to the mean of each term in the last step, float64 [workers,
             terms].
@@ -155,6 +166,7 @@ class Engine:
 
     note: str = ""
     counted: Counts | None = None
+    layer_drop: LayerDrop | None = None
 
     def __init__(
         self,
@@ -183,6 +195,8 @@ class Engine:
         self.scale = scale if scale is not None else LossScale.of(self.precision)
         self.settled = True
         self._updater = Updater(self.sharding, others, list(dividing.values()))
+        decay = config.train.average_decay if config.train.average == "ema" else None
+        self.average = WeightAverage(self.sharding, decay) if config.train.average != "none" else None
         self._axes = [self.sharding.shard, *others]
         self._updating = comm.size  # ranks over which the optimizer's states are divided, or could be
         self._state = EngineState(self.sharding, division)
@@ -197,13 +211,20 @@ class Engine:
                 f"parallel.sequence gives each rank only a part of the activations, but the model adds the loss term "
                 f"{self.terms.names[0]!r}, which needs all of them; set parallel.sequence to false"
             )
-        self._meter: ActivationMeter | PipelineMeter = ActivationMeter(module)
+        target = config.train.offload_activations
+        self._offload = ActivationOffload(target, module, self.device) if target else None
+        self.meter: ActivationMeter | PipelineMeter = ActivationMeter(module, self._offload)
         self.metering = True
+        self.recorder: AbstractContextManager[Any] | None = None
+        self.recorded_samples = 0
         journal = comm.journal
         self.clock = StepClock(lambda: journal.waited, self.device)
         if self.pipeline is not None:
-            self._meter = PipelineMeter(module)
-            self.pipeline.watched = make_step_wrapper(self.clock, self._meter)
+            self.meter = PipelineMeter(module, self._offload)
+            self.pipeline.watched = make_step_wrapper(self.clock, self.meter)
+            if self.pipeline.versions is not None:  # gradients of the newest weights are for the next step
+                self.sharding.reducer.paused = True
+                self.pipeline.versions.on_select = partial(setattr, self.sharding.reducer, "paused")
         self._example: Any = None  # a microbatch for passes in which only other ranks have samples
 
     def _place(self, division: Division) -> Sharding:
@@ -245,13 +266,13 @@ class Engine:
 
     @contextmanager
     def _metered(self) -> Iterator[None]:
-        """Count the bytes that autograd keeps, if `metering` is set."""
-        if not self.metering or not torch.is_grad_enabled():
+        """Count the bytes that autograd keeps, if anyone asks, and move them out if they are offloaded."""
+        if not (self.metering or self.meter.record or self._offload) or not torch.is_grad_enabled():
             yield
             return
-        with self._meter.counting(self.sharding.parameters):
+        with self.meter.counting(self.sharding.parameters, self.recorder):
             yield
-        self.metering = False
+        self.metering, self.recorder = False, None
 
     def backward(self, loss: torch.Tensor, *, reduce: bool) -> None:
         """Add the gradients of a loss to those of the step.
@@ -277,6 +298,7 @@ class Engine:
         *,
         rounds: int = 1,
         before: Callable[[int], None] = lambda worker: None,
+        upcoming: tuple[Sequence[Microbatch], Callable[[], None]] | None = None,
     ) -> torch.Tensor:
         """Compute the gradients of one step, and this rank's part of the loss. Collective.
 
@@ -286,20 +308,22 @@ class Engine:
             workers: Microbatches (x, y) of each virtual worker of this rank; may be empty.
             samples: Samples of the global batch.
             rounds: Largest number of microbatches that any rank has.
-            before: Called before the passes of each virtual worker with its index on this rank, to seed random
-                generators.
+            before: Called before each virtual worker's passes with its index on this rank, to seed random generators.
+            upcoming: Microbatches of the next step, with as many samples, and the function that seeds for it, or None.
 
         Returns:
-            Part of the loss from each virtual worker, float64 [workers], on the device, which may still be computing
-            it.
+            Part of the loss from each virtual worker, float64 [workers], on the device, which may still compute it.
         """
         self.sharding.gradients.zero()
         microbatches = [m for worker in workers for m in worker]
+        if self.recorder is not None:
+            recorded = microbatches[:1] if self.pipeline is None else microbatches
+            self.recorded_samples = sum(len(x) for x, _ in recorded)
         shares = [len(x) / samples for x, _ in microbatches]
         weights = self.weigh([y for _, y in microbatches], shares)
         if self.pipeline is not None:
             before(0)
-            step_loss = self.through_pipeline(microbatches, weights, shares)
+            step_loss = self.through_pipeline(microbatches, weights, shares, self._upcoming(upcoming, samples))
             return torch.tensor([step_loss], dtype=torch.float64)
         losses, done = torch.zeros(len(workers), dtype=torch.float64, device=self.device), 0
         self.term_sums = losses.new_zeros(len(workers), len(self.terms.names))
@@ -328,6 +352,14 @@ class Engine:
             self.sharding.reducer.finish()
         return losses
 
+    def _upcoming(self, batch: tuple[Sequence[Microbatch], Callable[[], None]] | None, samples: int) -> Upcoming | None:
+        """Return the batch of the next step as the pipeline takes it. Collective if targets may be masked."""
+        if batch is None:
+            return None
+        microbatches, seed = batch
+        weights = self.weigh([y for _, y in microbatches], [len(x) / samples for x, _ in microbatches])
+        return Upcoming([(cast_input(x, self.precision), y) for x, y in microbatches], weights, seed)
+
     def weigh(self, targets: Sequence[Any], shares: Sequence[float]) -> list[float]:
         """Return the weight of each microbatch in the mean loss of a step. Collective if targets may be masked.
 
@@ -345,7 +377,11 @@ class Engine:
         return [count / total * part if total else 0.0 for count in counts]
 
     def through_pipeline(
-        self, microbatches: Sequence[Microbatch], weights: Sequence[float], shares: Sequence[float]
+        self,
+        microbatches: Sequence[Microbatch],
+        weights: Sequence[float],
+        shares: Sequence[float],
+        upcoming: Upcoming | None = None,
     ) -> float:
         """Compute and reduce the gradients of one step through the stages of the model. Collective.
 
@@ -353,6 +389,7 @@ class Engine:
             microbatches: Microbatches (x, y) of this rank.
             weights: Weight of each microbatch's loss.
             shares: Weight of the model's loss terms in each microbatch.
+            upcoming: Batch of the next step, which the pipeline may begin.
 
         Returns:
             Sum of weights[i] * loss_i over this rank's microbatches plus the model's loss terms; the same on every rank
@@ -365,7 +402,7 @@ class Engine:
         cast = [(cast_input(x, self.precision), y) for x, y in microbatches]
         pipeline.counted = self.counted
         self.terms.weigh(0.0, self.scale.value)
-        loss = self.compute(lambda: pipeline.forward_backward(cast, scaled, shares))
+        loss = self.compute(lambda: pipeline.forward_backward(cast, scaled, shares, upcoming))
         with self.clock.backward:
             used = self.sharding.reducer.touched()
             self.sharding.gradients.copy_in()  # copies of tied parameters need the same placement on all ranks
@@ -384,6 +421,8 @@ class Engine:
         with self.clock.optimizer:
             if lr is not None:
                 set_rate(self.optimizer, lr)
+            if self.pipeline is not None and self.pipeline.versions is not None:
+                self.pipeline.versions.begin_update()
             squares = self._updater.squares()
             fetched = device.start_copy_to_host(squares)
             if on_device := self._updater.can_skip:
@@ -450,6 +489,21 @@ class Engine:
         some = torch.as_tensor(self.counted(y), device=loss.device) > 0
         return torch.where(some, loss, 0.0)  # instead of NaN: see `zero_loss`
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Use the averaged weights in the block, if there are any. Collective.
+
+        After an error in the block, the weights remain exchanged and the engine is not `settled`.
+        """
+        if self.average is None or not self.average.count:
+            yield
+            return
+        self.settled = False
+        self.average.swap()
+        yield
+        self.average.swap()
+        self.settled = True
+
     def count(self, x: Any, y: Any) -> Count:
         """Return the count that a microbatch's mean loss is over: targets that are not masked, or samples.
 
@@ -471,6 +525,8 @@ class Engine:
         parts, values = self._state.parts(alone=alone)
         for axis in () if alone else self._axes:
             values["optimizer"] = merge_states(axis.all_gather_object(values["optimizer"]))
+        if self.average is not None:
+            values[AVERAGED] = self.average.count
         return parts, values | {"loss_scale": self.scale.state(), "precision": self.precision}
 
     def checkpoint_bytes(self) -> int:
@@ -482,10 +538,13 @@ class Engine:
         nbytes = sum(part.data.nbytes for part in parts)
         if any(self.optimizer.state.values()) or self.sharding.share is None:
             return nbytes
-        return nbytes + self._state.trained_elements() * state_bytes(self.optimizer) // self._updating
+        per_element = state_bytes(self.optimizer) + (4 if self.average is not None else 0)
+        return nbytes + self._state.trained_elements() * per_element // self._updating
 
     def parts_to_load(self, manifest: Manifest) -> list[Part]:
         """Return the parts that this rank reads from a checkpoint; `finish_load` then puts them in place."""
+        if self.average is not None:
+            self.average.begin_load(manifest.values.get(AVERAGED, 0))
         return self._state.parts_to_load(manifest)
 
     def finish_load(self, manifest: Manifest) -> None:
@@ -500,7 +559,8 @@ class Engine:
 
     def memory(self) -> MemoryAccount:
         """Return the bytes of each category on this rank, as measured and by formula."""
-        return measure(self.sharding, self._meter.nbytes)
+        versions = 2 if self.pipeline is not None and self.pipeline.versions is not None else 1
+        return measure(self.sharding, self.meter.nbytes, self.meter.offloaded, versions)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return a copy of the whole module's state on every rank, for torch's load_state_dict. Collective."""

@@ -42,6 +42,7 @@ from mpitrain.config.batch_sizes import BatchSizes
 from mpitrain.config.settings import Config
 from mpitrain.data import Batch, Dataset
 from mpitrain.layout.mesh import Mesh
+from mpitrain.monitor.report.goodput import Goodput
 from mpitrain.trainer.data import GroupPlaces
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.folder import RunFolder
@@ -220,6 +221,7 @@ class Run(ABC):
         parameters: Number of parameters of the whole model.
         batch_sizes: Global batch size of each step.
         samples: Samples of a step's batch that this rank's group trains on.
+        upcoming: This rank's share of the next step's batch, while a step is taken that may begin it; otherwise None.
         figures: Loss and metrics of the last evaluation, by name.
         began: `time.monotonic()` when this job locked the run folder.
         start: Steps done before the first step of this job; None until then.
@@ -228,6 +230,7 @@ class Run(ABC):
         skipped: Steps of this job without an update.
         resumed_step: Step of this run whose state was loaded; None if the run began at step 0.
         saved: True if this job has written a checkpoint.
+        goodput: Account of the run's wall clock over all its starts, on rank 0; None elsewhere.
     """
 
     config: Config
@@ -255,6 +258,8 @@ class Run(ABC):
     step = position = skipped = 0
     resumed_step: int | None = None
     saved = False
+    goodput: Goodput | None = None
+    upcoming: Batch | None = None
     # reason for stopping early; whether all ranks agreed to stop; whether the run then counts as done
     stop_reason, _ending, _ended = "", False, False
 
@@ -288,6 +293,14 @@ class Run(ABC):
         """Tokens of a sample; 0 if samples are not tokens."""
         description = self.data.description
         return description.x_shape[0] if description.kind == "tokens" else 0
+
+    @property
+    def begins_next_step(self) -> bool:
+        """True if the step that comes may begin the one after it, which then has as many samples."""
+        sizes, pipeline = self.batch_sizes, self.engine.pipeline
+        two_versions = pipeline is not None and pipeline.versions is not None
+        more = self.step + 1 < self.config.train.steps and sizes.size(self.step) == sizes.size(self.step + 1)
+        return two_versions and more
 
     @property
     def last_step(self) -> bool:

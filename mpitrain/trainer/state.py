@@ -2,6 +2,8 @@
 
     model/<parameter or buffer>            as PyTorch names it
     master/<parameter>                     the optimizer's fp32 copy, in 16-bit training
+    average/<parameter or buffer>          average over several steps, with train.average
+    previous/<parameter>                   values before the last step, with parallel.schedule 2bw
     optimizer/<state>/<parameter>          exp_avg, exp_avg_sq, momentum_buffer, step, ...
     compression/<rank>/<buffer>            error that compression has not yet sent, on each rank
 
@@ -20,7 +22,7 @@ import torch
 from torch import nn
 
 from mpitrain.checkpoint import MASTER, MODEL, Manifest, Part, TensorSpec
-from mpitrain.checkpoint.manifest import source_of
+from mpitrain.checkpoint.manifest import AVERAGE, PREVIOUS, source_of
 from mpitrain.comm.compression import Compression
 from mpitrain.errors import CheckpointError
 from mpitrain.layers.lora import require_whole
@@ -84,6 +86,7 @@ class EngineState:
         self._owners, self._staged, self._base = sharding.owners, division.pipeline is not None, division.base
         self._aliases = dict(division.aliases) if division.aliases is not None else tied_names(sharding.module)
         self._names = {p: self._aliases.get(name, name) for name, p in sharding.module.named_parameters()}
+        self._versions = division.pipeline.versions if division.pipeline is not None else None
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._states: list[tuple[FlatParameter, dict[str, torch.Tensor], list[dict[str, Any]]]] = []
         rank = sharding.comm.world_ranks[sharding.comm.rank]
@@ -94,7 +97,7 @@ class EngineState:
     def _replicated(self) -> list[Holding]:
         """Return the tensors that every data-parallel rank has.
 
-        These are buffers, frozen parameters, and at stage 0 all parameters.
+        These are buffers and their averages, frozen parameters, and at stage 0 all parameters.
         """
         saved_names = set(self._sharding.module.state_dict())
         unsaved = self._base.names if self._base is not None else frozenset()
@@ -103,7 +106,12 @@ class EngineState:
         for name, buffer in self._sharding.module.named_buffers():
             if name in saved_names:
                 owner = self._division.owner(name, buffer)
-                holdings.append(Holding(MODEL + name, owner.slice, 0, buffer.numel(), buffer, owner.is_owner))
+                values = {MODEL: buffer, AVERAGE: self._sharding.buffer_averages.get(name)}
+                holdings += [
+                    Holding(prefix + name, owner.slice, 0, value.numel(), value, owner.is_owner)
+                    for prefix, value in values.items()
+                    if value is not None
+                ]
         return holdings
 
     def _shares(self) -> list[Holding]:
@@ -145,6 +153,15 @@ class EngineState:
 
         return self._of_optimizer(MASTER, master)
 
+    def _averages(self) -> list[Holding]:
+        """Return the averages of the optimizer's parameters; empty without train.average."""
+        return self._of_optimizer(AVERAGE, lambda flat: flat.average)
+
+    def _previous(self) -> list[Holding]:
+        """Return the parameters before the last step, for a schedule that keeps them; otherwise nothing."""
+        others = self._versions.others if self._versions is not None else {}
+        return [self.holding(PREVIOUS, p, 0, p.numel(), value) for p, value in others.items()]
+
     def _elementwise(self, key: str, flat_parameter: FlatParameter) -> torch.Tensor | None:
         """Return an optimizer state if it has one number per element, and None otherwise."""
         value = self._sharding.optimizer.state.get(flat_parameter.value, {}).get(key)
@@ -184,7 +201,9 @@ class EngineState:
         states = [h for key in keys for h in self._of_optimizer(f"{OPTIMIZER}{key}/", partial(self._elementwise, key))]
         small, values = self._other_states()
         common, sharded = self._replicated(), self._shares()
-        (sharded if sharding.stage.states else common).extend([*self._masters(wider=True), *states, *small])
+        (sharded if sharding.stage.states else common).extend(
+            [*self._masters(wider=True), *self._averages(), *self._previous(), *states, *small]
+        )
         first = sharding.replicas is None or sharding.replicas.rank == 0
         common = [h for h in common if h.written and sharding.writes_copies]
         ranges = shares([h.last - h.first for h in common], size, rank)  # this rank's share of tensors that all have
@@ -239,8 +258,8 @@ class EngineState:
             require_whole(manifest.values.get("base"))
         self._pending = []
         parts: list[Part] = []
-        parameters = [*self._replicated(), *self._shares(), *self._masters(wider=False)]
-        for holding in [*parameters, *self._empty_states(manifest)]:
+        parameters = [*self._replicated(), *self._shares(), *self._masters(wider=False), *self._averages()]
+        for holding in [*parameters, *self._previous(), *self._empty_states(manifest)]:
             source, dtype = _source(manifest, holding)
             data = holding.data
             direct = data.is_contiguous() and data.dtype == dtype

@@ -26,7 +26,7 @@ from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.monitor.parts import StepClock
 from mpitrain.speeds.cores import all_cores
 from mpitrain.storage.text import counted
-from mpitrain.trainer.data import microbatches, with_microbatch
+from mpitrain.trainer.data import with_microbatch
 from mpitrain.trainer.engine import Engine, Microbatch
 from mpitrain.trainer.folder import AGAIN
 from mpitrain.trainer.run import Callback, Run, Step
@@ -161,7 +161,8 @@ def _time_node_batch(trainer: Run, step: Step, threads: int) -> float:
     with all_cores():
         torch.set_num_threads(threads)
         try:
-            return time_passes(trainer.engine, microbatches(x, y, size), _SECONDS)
+            batch = list(zip(x.split(size or samples), y.split(size or samples), strict=True))
+            return time_passes(trainer.engine, batch, _SECONDS)
         except Exception as error:  # the user's model may raise anything
             trainer.folder.log.info("one rank could not compute the batch of its node: %s", error)
             return math.inf

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,31 +24,36 @@ from torch import nn
 from mpitrain.checkpoint import Store
 from mpitrain.choices import Mode
 from mpitrain.comm import Communicator, carry_device_memory, init, set_timeout
+from mpitrain.comm.memory import device as devices
 from mpitrain.config.settings import Config, ConfigSource
 from mpitrain.data import Batch, Dataset
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE
 from mpitrain.layout.mesh import BLOCKS, PARTS
 from mpitrain.loading import TASK, build_task, task_values
 from mpitrain.models.task import Task
+from mpitrain.monitor.memory import node_memory_bytes
+from mpitrain.planner.out_of_memory import ADVICE, MemoryAdvice
 from mpitrain.trainer import elastic
-from mpitrain.trainer.assemble import assemble
+from mpitrain.trainer.assemble import assemble, with_shares
 from mpitrain.trainer.data import (
     class_weights,
     counts_of,
     microbatch_size,
-    microbatches,
     open_data,
     seed_worker,
     weigh_step,
     with_microbatch,
 )
 from mpitrain.trainer.device import choose_device, explain_out_of_memory, set_threads
+from mpitrain.trainer.engine import Microbatch
 from mpitrain.trainer.folder import RunFolder, agree_on_errors
 from mpitrain.trainer.held_out.measuring import LOSS, evaluate_samples, meter_of
 from mpitrain.trainer.modes.groups import Local, Synchronous
 from mpitrain.trainer.modes.served import Served
 from mpitrain.trainer.optimizing import ParameterRoles, make_optimizer, next_rate, schedule_of
+from mpitrain.trainer.recording.arithmetic import UsefulArithmetic
 from mpitrain.trainer.recording.console import Console, EventRecords
+from mpitrain.trainer.recording.energy import EnergyRecords
 from mpitrain.trainer.recording.records import RankRecords, Records, SampleIds
 from mpitrain.trainer.recording.starting import StartTimes
 from mpitrain.trainer.recording.timeline import TimelineRecorder
@@ -99,10 +104,21 @@ class Trainer(Run):
         self.folder = RunFolder(self.config, self.world)
         self.print = partial(print, flush=True)
         learning, self.saving, self.best = LearningCheck(), SaveSchedule(self.config), BestCheckpoint()
-        last = [Records(), self.saving, EventRecords(), RankRecords(), TimelineRecorder(self.config)]
+        records = Records()
+        last = [records, self.saving, EventRecords(start, records), RankRecords(), TimelineRecorder(self.config)]
         if type(self).train_step is Trainer.train_step:
             last.append(CompareThreads())
-        first = [start, StopInTime(), learning, EarlyStopping(), LowerRate(), self.best, SampleIds()]
+        first = [
+            start,
+            StopInTime(),
+            learning,
+            EarlyStopping(),
+            LowerRate(),
+            self.best,
+            SampleIds(),
+            UsefulArithmetic(),
+            EnergyRecords(),
+        ]
         self.callbacks = [*first, *callbacks, Console(learning), *last]
         self.batch_sizes = self.config.train.batch_sizes
         self.samples = self.batch_sizes.size(0)
@@ -149,13 +165,13 @@ class Trainer(Run):
         """
         self.stop_reason, self._ending, self._ended = "", False, False
         try:
-            with explain_out_of_memory(self.device):
+            with self._explaining():
                 self.prepare()
             if not self.folder.is_locked:
                 require_resume_checkpoint(self)
                 self.folder.make()
                 self.config = self.strategy.config = self.folder.config
-            with explain_out_of_memory(self.device), self.open_store() as self.store:
+            with self._explaining(), self.open_store() as self.store:
                 self.resume()
                 self.make_room()
                 self.call(lambda callback: callback.on_fit_start(self))
@@ -207,7 +223,8 @@ class Trainer(Run):
         self.class_weights = class_weights(config, task, self.data, self.world)
         counts = counts_of(config, task, self.data.description)
         self.roles = ParameterRoles.of(config.optim, task.module)
-        self.places = self.strategy.places(config, self.world)
+        places = self.strategy.places(config, self.world)
+        self.places = with_shares(config, places, task, self.data, self.device)
         self.engine, self.parameters = assemble(
             config,
             self.mesh,
@@ -280,25 +297,40 @@ class Trainer(Run):
         """
         config, workers, places, size = self.config, self.places.workers, self.places, self.samples
         microbatch = microbatch_size(config, self.mesh, size)
-        x, y = self.mesh.take(batch.x, batch.y)
-        shares = [microbatches(x[lo:hi], y[lo:hi], microbatch) for lo, hi in workers.worker_samples(size)]
+
+        def divide(batch: Batch) -> list[list[Microbatch]]:
+            x, y = self.mesh.take(batch.x, batch.y)
+            shares = workers.microbatches(size, microbatch)  # a worker of parameter servers reads a part of its share
+            return [[(x[lo:hi], y[lo:hi]) for lo, hi in share if lo < len(x)] for share in shares]
 
         place = self.mesh.number(*self.mesh.dividing(PARTS, BLOCKS))
 
-        def seed(worker: int) -> None:
+        def seed(worker: int, ahead: int = 0) -> None:
             number = places.first_worker + workers.local_workers[worker] + place * places.evaluating.count
-            seed_worker(config.run.seed, self.step, number)
+            seed_worker(config.run.seed, self.step + ahead, number)
 
         if self.class_weights is not None:
             weigh_step(self.class_weights, batch.y, self.mesh.readers)
+        upcoming = None
+        if self.upcoming is not None and type(self).train_step is Trainer.train_step:  # others may change the batch
+            upcoming = [m for share in divide(self.upcoming) for m in share], partial(seed, 0, 1)
+        if self.engine.layer_drop is not None:
+            self.engine.sharding.reducer.dropped = self.engine.layer_drop.draw(config.run.seed, self.step)
         losses = self.engine.forward_backward(
-            shares, size * self.mesh.parts.size, rounds=workers.rounds(size, microbatch), before=seed
+            divide(batch),
+            size * self.mesh.parts.size,
+            rounds=workers.rounds(size, microbatch),
+            before=seed,
+            upcoming=upcoming,
         )
         lr = next_rate(self.schedule, self.engine.optimizer, self.step)
         losses = torch.cat([losses[:, None], self.engine.term_sums], 1)
         # no collective operation may follow the update: see elastic
         totals = workers.begin_totals(self.mesh.replicas, losses)
         result = self.engine.step(lr)
+        past, every = self.step - config.train.average_start, config.train.average_every
+        if self.engine.average is not None and not result.skipped and past >= 0 and past % every == 0:
+            self.engine.average.add()
         loss, *terms = totals()
         extras = {f"{LOSS} of {name}": term for name, term in zip(self.engine.terms.names, terms, strict=True)}
         return Step(self.step + 1, batch, loss, lr, result.norm, result.skipped, extras=extras)
@@ -310,7 +342,8 @@ class Trainer(Run):
         """
         if self.held_out is None:
             return None
-        self.figures = evaluate_samples(self.config, self.places, self.engine, self.held_out, self.meter)
+        with self.engine.averaged():
+            self.figures = evaluate_samples(self.config, self.places, self.engine, self.held_out, self.meter)
         return self.figures[LOSS]
 
     def save(self) -> Path:
@@ -357,6 +390,19 @@ class Trainer(Run):
         self.call(lambda callback: callback.on_restore(self, values))
 
     # -- internals
+
+    def _explaining(self) -> AbstractContextManager[None]:
+        """Return a context manager that explains failed allocations, with the settings that would help."""
+
+        def advice() -> str:
+            if self.own_model:
+                return ADVICE
+            on, world = self.device, self.world
+            limit = devices.total_memory_bytes(on) if devices.is_accelerator(on) else node_memory_bytes()
+            ranks, about, count = (world.num_nodes, world.size), self.data.description, devices.count(on.type)
+            return MemoryAdvice(self.config, about, *ranks, limit, on.type, count).text()
+
+        return explain_out_of_memory(on=self.device, engine=lambda: getattr(self, "engine", None), advice=advice)
 
     def make_room(self) -> None:
         """Rename damaged checkpoints whose folders the run will write again, and check the free space. Collective.

@@ -32,7 +32,7 @@ from mpitrain.checkpoint.convert import (
     read_tensors,
     write_safetensors,
 )
-from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest
+from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, trained_source
 from mpitrain.config.preset import CONFIG_JSON, config_json, family_of, preset_values
 from mpitrain.config.settings import Config
 from mpitrain.data.format import TOKENIZER
@@ -235,7 +235,8 @@ def export_folder(folder: Path, out: Path, shard: str) -> int:
 
     @lru_cache(maxsize=1)
     def loaded(ours: str) -> torch.Tensor:
-        return load_tensor(folder, manifest, MODEL + ours)
+        tensor = load_tensor(folder, manifest, trained_source(manifest, ours))
+        return tensor.to(DTYPES[manifest.tensors[MODEL + ours].dtype])
 
     by_name = {part.theirs: part for part in parts}
     groups = list(_sharded(manifest, parts, most))

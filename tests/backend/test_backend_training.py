@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
@@ -152,31 +152,35 @@ RUNS = (
 )
 
 
-GLOO_GROUPS: list[object] = []  # kept: gloo aborts the process when a thread of a group is the last to let go of it
+@pytest.fixture(scope="module")
+def over_gloo(world, tmp_path_factory) -> Iterator[dict[Callable, dict[str, torch.Tensor]]]:
+    """Results of the runs over one group of gloo; the threads of each further one would take time from later tests."""
+    import torch.distributed as dist
+
+    meeting = world.broadcast_object(str(tmp_path_factory.mktemp("gloo") / "meeting"))
+    where = {"init_method": f"file://{meeting}", "rank": world.rank, "world_size": world.size}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60), **where)
+    group = dist.group.WORLD  # gloo aborts the process when a thread of the group is the last to let go of it
+    results = {run: run(world.rank) for run in RUNS}
+    world.barrier()
+    dist.destroy_process_group()
+    yield results
+    del group
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
-def test_training_matches_gloo(world, tmp_path, run: Callable[[int], dict[str, torch.Tensor]]):
+def test_training_matches_gloo(world, over_gloo, run: Callable[[int], dict[str, torch.Tensor]]):
     import torch.distributed as dist
 
     import mpitrain.backend  # noqa: F401
 
-    meeting = world.broadcast_object(str(tmp_path / "meeting"))
-    results = []
-    for name, where in (
-        ("gloo", {"init_method": f"file://{meeting}", "rank": world.rank, "world_size": world.size}),
-        ("mpitrain", {}),
-    ):
-        dist.init_process_group(name, timeout=timedelta(seconds=60), **where)
-        if name == "gloo":
-            GLOO_GROUPS.append(dist.group.WORLD)
-        try:
-            results.append(run(world.rank))
-        finally:
-            world.barrier()
-            dist.destroy_process_group()
-    theirs, ours = results
+    dist.init_process_group("mpitrain", timeout=timedelta(seconds=60))
+    try:
+        theirs, ours = over_gloo[run], run(world.rank)
+    finally:
+        world.barrier()
+        dist.destroy_process_group()
     assert list(theirs) == list(ours)
     loose = run in (half_precision_hook, power_sgd, fully_sharded_mixed_precision) and world.size > 2
     for name, expected in theirs.items():

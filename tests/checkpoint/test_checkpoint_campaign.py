@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import clean_environment
+from support import PATIENCE, clean_environment
 from warm import job, shared
 
 from mpitrain.checkpoint.contents import damaged_places, load_tensor
@@ -96,7 +96,7 @@ def test_a_save_killed_at_any_time_leaves_valid_checkpoints(tmp_path, full):
 
 
 def _wait_for(path, process, out):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 60 * PATIENCE
     while not path.exists():
         assert process.poll() is None and time.monotonic() < deadline, out.read_text()[-4000:]
         time.sleep(0.01)

@@ -15,6 +15,7 @@ import slurm_cluster
 from link import Link
 from namespace_hosts import Hosts, why_not
 from slurm_cluster import SlurmCluster
+from support import memory_cgroup
 from warm import Warm
 
 
@@ -59,6 +60,13 @@ def slurm(tmp_path_factory: pytest.TempPathFactory, forked: Warm) -> Iterator[Sl
 def slurm_with_devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """Yield one Slurm node of two cores and two devices."""
     yield from _cluster(SlurmCluster(tmp_path_factory.mktemp("slurm"), 1, devices=2))
+
+
+@pytest.fixture
+def slurm_with_limits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """Yield one Slurm node of two cores, which limits the memory of jobs by cgroups."""
+    with memory_cgroup(1 << 30):  # skips the test where cgroups cannot be made
+        yield from _cluster(SlurmCluster(tmp_path_factory.mktemp("slurm"), 1, limits_memory=True))
 
 
 def _cluster(starting: SlurmCluster) -> Iterator[SlurmCluster]:

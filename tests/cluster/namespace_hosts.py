@@ -28,7 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from link import PIECE, Impossible, Link, StandIn, has_netem
-from support import clean_environment
+from support import PATIENCE, clean_environment
 
 AGENT = Path(__file__).with_name("enter_host.sh")
 NETWORK = "10.77.0."
@@ -139,7 +139,7 @@ class Hosts:
 
     def _await_all(self) -> None:
         """Wait until all hosts reach each other."""
-        hosts, deadline = range(1, self.count + 1), time.monotonic() + 20
+        hosts, deadline = range(1, self.count + 1), time.monotonic() + 20 * PATIENCE
         while not all(self.reaches(one, other) for one in hosts for other in hosts if one != other):
             assert time.monotonic() < deadline, "the hosts do not reach each other"
 

@@ -32,7 +32,7 @@ AuthInfo=socket={folder}/munge.socket
 CryptoType=crypto/munge
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/{task}
 ReturnToService=2
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -43,7 +43,7 @@ SlurmdLogFile={folder}/slurmd-%n.log
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters={resources}
 SlurmctldTimeout=10
 SlurmdTimeout=20
 InactiveLimit=0
@@ -77,9 +77,13 @@ class SlurmCluster:
         variables: Environment variables for Slurm's commands and jobs.
     """
 
-    def __init__(self, folder: Path, count: int = 3, devices: int = 0) -> None:
-        """Describe a cluster. devices: Devices of each node, copies of /dev/null, which Slurm gives to jobs."""
-        self.folder, self.count, self.devices = folder, count, devices
+    def __init__(self, folder: Path, count: int = 3, devices: int = 0, *, limits_memory: bool = False) -> None:
+        """Describe a cluster.
+
+        devices: Devices of each node, copies of /dev/null, which Slurm gives to jobs. limits_memory: If true, a job may
+        use the memory that it requested and no more, by a cgroup.
+        """
+        self.folder, self.count, self.devices, self.limits_memory = folder, count, devices, limits_memory
         self.variables: dict[str, str] = {}
         self.configuration = folder / "slurm.conf"
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -113,8 +117,11 @@ class SlurmCluster:
                 ports=",".join(map(str, ports[1:])),
                 devices=f" Gres=gpu:{self.devices}" if self.devices else "",
                 kinds="GresTypes=gpu" if self.devices else "",
+                task="cgroup" if self.limits_memory else "none",
+                resources="CR_Core_Memory" if self.limits_memory else "CR_Core",
             )
         )
+        (folder / "cgroup.conf").write_text("CgroupAutomount=no\nConstrainRAMSpace=yes\n")  # read only by task/cgroup
         for number in range(self.devices):
             os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))  # Slurm counts devices alone
         files = f"NodeName={','.join(self.nodes)} Name=gpu File={folder}/gpu[0-{self.devices - 1}]"

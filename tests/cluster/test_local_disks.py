@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support import train_command
+from support import PATIENCE, train_command
 from warm import job, shared
 
 from mpitrain.checkpoint.folders import finished_steps, folder_name
@@ -50,7 +50,7 @@ def test_redundant_copies_survive_a_killed_host_and_flipped_bits(hosts, tmp_path
         with open(tmp_path / "out", "w") as out:
             started = subprocess.Popen(across(ENDLESS), env=hosts.environment(), stdout=out, stderr=out)
         try:
-            deadline = time.monotonic() + 240
+            deadline = time.monotonic() + 240 * PATIENCE
             while read_metrics(run)[-1]["step"] < first + more_steps:
                 assert started.poll() is None and time.monotonic() < deadline, (tmp_path / "out").read_text()
                 time.sleep(0.02)

@@ -75,7 +75,7 @@ def test_training_continues_from_the_newest_copy_without_a_killed_rank(
     assert lost == [victim] and left == 3 and step >= 15 - every and step % every == 0 and seconds < 5
     assert job.recovered() == [pytest.approx(seconds, abs=0.06)] and job.is_told(seconds, measured), (seconds, measured)
     assert f"s from the loss of ranks to step {step + 1}" in summary(tmp_path / "r")
-    events = [event for event in read_events(tmp_path / "r") if event["event"] != "evaluate"]
+    events = [event for event in read_events(tmp_path / "r") if event["event"] not in ("evaluate", "discard")]
     start, noted, saved, end = events  # whoever was the first rank when it happened
     assert (start["event"], start["ranks"], noted["event"], noted["ranks"]) == ("start", 4, "lost", [victim])
     assert noted["step"] == step + 1 and noted["recovered_s"] == job.recovered()[0]

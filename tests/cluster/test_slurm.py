@@ -4,6 +4,7 @@ a cancelled job ends for good."""
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -225,6 +226,30 @@ def test_a_job_that_fails_repeatedly_at_one_step_is_not_requeued(slurm, tmp_path
     assert job["JobState"] == "FAILED" and job["Restarts"] == "2", training.out
     assert training.out.count("ValueError: the model is unwell\nTraceback") == 2
     assert "giving up: 2 attempts in a row did not get past step 0" in training.out
+
+
+def test_a_job_killed_by_its_memory_limit_says_so_twice_and_trains_with_the_first_setting(slurm_with_limits, tmp_path):
+    slurm, training = slurm_with_limits, Training(tmp_path, slurm_with_limits, steps=200)
+    large = {"layers": 8, "width": 128, "heads": 4, "sequence": 64}
+    options = ["--nodes=1", "--mem=700", "--export=ALL,ATTEMPTS=2,RANKS=1", f"--output={tmp_path}/out"]
+    options += [ROOT / "jobs/train.sbatch", "--run.dir", training.run, "--data.path", tmp_path / "data"]
+    options += [word for name, value in large.items() for word in (f"--model.{name}", value)]
+    options += ["--train.steps", 2, "--train.batch", 256, "--train.evaluate_every", 0, "--train.evaluate_samples", 8]
+    number = slurm.submit(*options, cwd=tmp_path)
+    for restarts in (1, 2):
+        slurm.wait_for_restart(number, restarts)
+    job = training.ended(number)
+    assert job["JobState"] != "COMPLETED" and "giving up: 2 attempts" in training.out, training.out
+    told = re.findall(r"^mpitrain: (host .* is out of memory: .*)$", training.out, re.MULTILINE)
+    assert len(told) == 3, training.out  # by the script, by the next start, and by the script again
+    for line in told:
+        # cgroups of version 1 count a kill only in the cgroup of the step, which is gone by then
+        assert "the kernel killed a process of th" in line and "in its first step, which by formula needs" in line
+        assert "the limit is 700 MiB; " in line
+    setting, value = re.search(r"; (\S+) (\S+) would save", told[-1]).groups()
+    (training.run / "attempts").unlink()
+    job = training.ended(slurm.submit(*options, f"--{setting}", value, cwd=tmp_path))
+    assert job["JobState"] == "COMPLETED", training.out
 
 
 def test_a_job_with_a_wrong_setting_ends_at_once(slurm, tmp_path):

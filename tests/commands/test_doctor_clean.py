@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from support import clean_environment, job, launcher, one_line
+from support import PATIENCE, clean_environment, job, launcher, one_line
 from warm import Warm
 
 from mpitrain.comm.job.cleanup import find_leftovers, find_open_files, find_unused, is_in_use
@@ -35,7 +35,7 @@ x = torch.ones(1 << 20)
 world.all_reduce(x, algorithm="shared")
 assert arena.tensor[0] == x[0] == world.size
 open(f"{sys.argv[1]}/{world.rank}", "w").write(str(os.getpid()))
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -57,7 +57,7 @@ class Job:
     def communicated(self) -> None:
         """Wait until both ranks have communicated, and record the job's processes and files."""
         reports = [self.folder / str(rank) for rank in range(2)]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 60 * PATIENCE
         while not all(path.exists() and path.read_text() for path in reports):
             assert self.process.poll() is None, "the job ended too early"
             assert time.monotonic() < deadline, "the job did not start"
@@ -109,7 +109,7 @@ def _runs(pid: int) -> bool:
 
 
 def _wait_until(condition) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 30 * PATIENCE
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import PATIENCE
 
 from mpitrain.data import Loader, SampleOrder, evaluation_batches, open_dataset
 from mpitrain.data.on_device import on_device, pin
@@ -102,25 +103,11 @@ def test_the_number_of_batches_read_ahead_is_bounded(tokens):
     slow = Slow(data, lambda _: 0.0)
     with Loader(slow, SampleOrder(len(data), 5), batch=4, share=ALL, workers=2, prefetch=3) as loader:
         next(loader)
-        until = time.monotonic() + 30
+        until = time.monotonic() + 30 * PATIENCE
         while len(slow.reads) < 4 and time.monotonic() < until:
             time.sleep(0.01)
         time.sleep(0.2)
         assert len(slow.reads) == 4  # the one given out and three ahead
-
-
-def test_reading_continues_while_the_caller_works(tokens):
-    data, _ = tokens
-    slow = Slow(data, lambda _: 0.02)
-    with Loader(slow, SampleOrder(len(data), 5), batch=4, share=ALL, workers=1) as loader:
-        next(loader)
-        waited = 0.0
-        for _ in range(10):
-            time.sleep(0.04)
-            before = time.perf_counter()
-            next(loader)
-            waited += time.perf_counter() - before
-    assert waited < 0.1  # 0.2 without reading ahead
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -142,12 +129,11 @@ def test_a_reader_error_is_raised_at_its_batch(tokens_set, workers):
 
 def test_closing_stops_the_threads_promptly(tokens):
     data, _ = tokens
-    slow = Slow(data, lambda _: 0.1)
+    slow = Slow(data, lambda _: 0.3)
     loader = Loader(slow, SampleOrder(len(data), 5), batch=4, share=ALL, workers=2, prefetch=50)
     next(loader)
-    before = time.perf_counter()
     loader.close()
-    assert time.perf_counter() - before < 1.0  # 50 batches would take 2.5
+    assert len(slow.reads) < 25  # of 50 that it may read ahead
     assert not [thread for thread in threading.enumerate() if "data-reader" in thread.name]
     loader.close()
 

@@ -19,6 +19,7 @@ from mpitrain.comm.communicator import Communicator
 from mpitrain.config.settings import Config, our_name, parse, sections
 from mpitrain.config.toml_file import tomllib
 from mpitrain.data.folders import DIGITS, resolve
+from mpitrain.early import rehearsal_options
 from mpitrain.errors import InputError
 
 sys.path.insert(0, str(ROOT / "docs"))
@@ -81,7 +82,7 @@ def test_the_trainer_accepts_every_training_command():
     for block in BLOCKS:
         for module, words in commands(block):
             if module == "mpitrain.train" and "--help" not in words:
-                _, values = parse(words)
+                _, values = parse(rehearsal_options(words)[1])
                 for key in ("preset", "base"):  # files that blocks have made
                     values.get("model", {}).pop(key, None)
                 try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import sys
 
@@ -17,6 +18,8 @@ from mpitrain.data import open_dataset
 
 EXAMPLES = ROOT / "examples"
 QUICK = {  # a few steps of each
+    "pi.py": ["--blocks", "4"],
+    "ring.py": [],
     "ddp.py": ["--steps", "3"],
     "engine.py": ["--steps", "3"],
     "mesh.py": ["--steps", "2"],
@@ -24,6 +27,7 @@ QUICK = {  # a few steps of each
     "finetune_hf.py": ["--steps", "2"],
     "deepspeed_config/train.py": ["--steps", "2"],
 }
+TRAINING = [name for name in QUICK if name not in ("pi.py", "ring.py")]
 
 
 def load(name):
@@ -60,6 +64,28 @@ def run_on_one_rank(world, act):
 
 def ignore(text):
     pass
+
+
+@pytest.mark.ranks(1, 3)
+def test_pi_example_counts_the_same_points_on_any_number_of_ranks(world, capsys):
+    pi = load("pi")
+    assert pi.estimate(world, 7) == run_on_one_rank(world, lambda alone: pi.estimate(alone, 7))
+    printed = output_of(world, capsys, pi)
+    value, error, typical = (
+        float(re.search(text, printed)[1]) for text in (r"about (.*)", r"error (.*);", r"is (0.*)")
+    )
+    assert error == pytest.approx(abs(value - math.pi), abs=2e-6) and error < 4 * typical
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_ring_example_sums_as_all_reduce_does(world, capsys):
+    ring = load("ring")
+    n = world.size
+    assert ring.pass_token(world) == (n * (n + 1) // 2 if world.rank == 0 else 1 + world.rank * (world.rank + 3) // 2)
+    x = torch.arange(5.0) * (world.rank + 1)
+    assert ring.sum_by_ring(world, x).tolist() == [n * (n + 1) // 2 * i for i in range(5)]
+    assert x.tolist() == [(world.rank + 1) * i for i in range(5)]
+    assert f"the token came back to rank 0 as {n * (n + 1) // 2}, from {n} ranks" in output_of(world, capsys, ring)
 
 
 @pytest.mark.ranks(3)
@@ -226,6 +252,8 @@ def test_deepspeed_example_matches_the_losses_of_one_rank(world, folder, capsys)
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
+        ("pi", ["--blocks", "0"], "--blocks 0 leaves no points"),
+        ("ring", ["--length", "0"], "--length 0 leaves no numbers"),
         ("engine", ["--resume", "--save", "nowhere"], "there is no checkpoint in nowhere"),
         ("mesh", ["--pipeline", "3"], "parallel.pipeline 3 .* does not give 2 ranks"),
         ("mesh", ["--schedule", "1b1f"], "1b1f"),
@@ -260,7 +288,8 @@ def test_examples_start_without_mpirun_in_another_folder(tmp_path, forked, name)
     result = start(forked, name, *QUICK[name], cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
-    assert len(numbers_in(r"step +\d+  loss ([\d.]+)", result.stdout)) >= 2, result.stdout
+    shown = r"step +\d+  loss ([\d.]+)" if name in TRAINING else r"(\d+)"
+    assert len(numbers_in(shown, result.stdout)) >= 2, result.stdout
 
 
 def test_examples_start_under_mpirun_in_another_folder(tmp_path):
@@ -277,7 +306,7 @@ def test_an_example_reports_an_error_in_one_line(tmp_path, forked):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(
-    "name", [name if name in ("ddp.py", "mesh.py") else pytest.param(name, marks=pytest.mark.full) for name in QUICK]
+    "name", [name if name in ("ddp.py", "mesh.py") else pytest.param(name, marks=pytest.mark.full) for name in TRAINING]
 )
 def test_examples_print_the_same_on_four_ranks_as_on_one(tmp_path, name):
     outputs = []

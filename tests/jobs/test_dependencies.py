@@ -29,7 +29,7 @@ RANKS = [
 ]
 RANKS += ["tests/shard", "tests/checkpoint/test_checkpoint_layouts.py", "tests/checkpoint/test_store.py"]
 RANKS += ["tests/train/test_trainer.py", "tests/train/test_metrics.py"]
-OFFERED = {"cupy", "nccl"}  # imported where somebody has installed them; those wheels do not import without a driver
+OFFERED = {"cupy", "nccl", "pynvml"}  # imported where somebody has installed them; these do not work without a driver
 
 
 def requirements(*extras: str) -> list[Requirement]:

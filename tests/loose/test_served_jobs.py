@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support import clean_environment, one_line, train_command
+from support import PATIENCE, clean_environment, one_line, train_command
 from test_bulk_synchronous import assert_equal_metrics, settings
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train.jobs import run
@@ -69,7 +69,7 @@ def test_a_killed_run_resumes_bitwise_equal(tmp_path, servers):
     command = shared().launched(3, train_command("--run.dir", killed, *arguments))
     process = subprocess.Popen(command, env=clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 60 * PATIENCE
         while not (killed / "checkpoints/step-00000020/manifest.json").exists():
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.005)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import warm
-from support import clean_environment
+from support import PATIENCE, clean_environment
 
 from benchmarks.runner.report import rank_correlation
 from mpitrain.comm import init
@@ -78,7 +78,7 @@ def test_a_job_over_its_time_limit_is_ended_completely(tmp_path):
     )  # fmt: skip
     assert "not finished after" in done.stderr and done.stdout.split()[-1] == "1", done.stdout + done.stderr
     place = Path("/proc") / (tmp_path / "pid").read_text()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 10 * PATIENCE
     while place.exists() and time.monotonic() < deadline:  # mpirun may leave a moment before its ranks
         time.sleep(0.05)
     assert not place.exists()
@@ -143,7 +143,7 @@ def test_a_late_begin_does_not_shorten_the_series_of_a_short_operation(world):
         calls.append(1)
 
     times = measure_in_turns(world, {"short": Contender(call, calls.clear)}, repeats=3)
-    assert len(calls) > 20 and times["short"].median < 1e-3
+    assert len(calls) > 5 and times["short"].median < 1e-3  # by single calls, it would be 2
 
 
 # -- tuning --------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import PATIENCE
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -108,7 +109,7 @@ def browser(program: str, folder: Path, width: int = 1280) -> Iterator[Browser]:
     with open(folder.with_suffix(".log"), "wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        port, until = folder / "DevToolsActivePort", time.monotonic() + 40
+        port, until = folder / "DevToolsActivePort", time.monotonic() + 40 * PATIENCE
         while not (port.exists() and port.read_text().count("\n")):
             assert process.poll() is None and time.monotonic() < until, "the browser did not start"
             time.sleep(0.05)

@@ -8,7 +8,7 @@ import torch
 from pseudo_terminal import ROOT
 
 from mpitrain.comm.memory.device import memory_bytes as device_memory_bytes
-from mpitrain.monitor.memory import memory_bytes, node_memory_bytes, peak_memory_bytes
+from mpitrain.monitor.memory import memory_bytes, node_memory_bytes, out_of_memory_kills, peak_memory_bytes
 from mpitrain.storage import proc
 
 MIB = 2**20
@@ -28,7 +28,7 @@ def run(script: str) -> list[int]:
 
 def test_freed_memory_lowers_the_current_use_but_not_the_peak():
     before, peak, now = run("""
-        from mpitrain.monitor.memory import memory_bytes, node_memory_bytes, peak_memory_bytes
+        from mpitrain.monitor.memory import memory_bytes, node_memory_bytes, out_of_memory_kills, peak_memory_bytes
         before = memory_bytes()
         block = bytearray(b"x" * 1) * (200 * 2**20)
         del block
@@ -106,3 +106,41 @@ def test_node_memory_respects_cgroup_limits(tmp_path, cgroup, limits, gib):
         path.write_text(text + "\n")
     assert node_memory_bytes(tmp_path) == gib * GIB
     assert 0 < node_memory_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "kills"),
+    [
+        ("", {}, {"node": 3}),
+        (
+            "0::/job_1/step_0\n",
+            {
+                "job_1/memory.max": str(16 * GIB),
+                "job_1/step_0/memory.max": str(16 * GIB),
+                "job_1/memory.events": "low 0\noom 4\noom_kill 2\noom_group_kill 0",
+                "job_1/step_0/memory.events": "oom_kill 1",
+            },
+            {"node": 3, "sys/fs/cgroup/job_1": 2},
+        ),
+        (
+            "4:memory:/slurm/job_1\n",
+            {
+                "memory/slurm/memory.limit_in_bytes": str(16 * GIB),
+                "memory/slurm/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 0",
+                "memory/slurm/job_1/memory.limit_in_bytes": str(32 * GIB),
+                "memory/slurm/job_1/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1",
+            },
+            {"node": 3, "sys/fs/cgroup/memory/slurm": 0, "sys/fs/cgroup/memory/slurm/job_1": 1},
+        ),
+    ],
+    ids=["no cgroup", "version 2", "version 1"],
+)
+def test_kills_because_memory_was_full_are_counted_where_the_limit_is(tmp_path, cgroup, files, kills):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/vmstat").write_text("pgfault 7\noom_kill 3\n")
+    (tmp_path / "proc/self/cgroup").write_text(cgroup)
+    for name, text in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert out_of_memory_kills(tmp_path) == kills

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from monitor_browser import browser, count_marks, require_browser
-from support import clean_environment, train_command
+from support import PATIENCE, clean_environment, train_command
 from warm import shared
 
 from mpitrain import report
@@ -35,7 +35,7 @@ def start(folder: Path, zero: int) -> subprocess.Popen[bytes]:
 
 def kill_a_rank_after(folder: Path, job: subprocess.Popen[bytes], step: int) -> None:
     """Kill rank 3 by its process id, once a step is done and a checkpoint exists."""
-    metrics, until = folder / "metrics.jsonl", time.monotonic() + 120
+    metrics, until = folder / "metrics.jsonl", time.monotonic() + 120 * PATIENCE
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= step):
         assert job.poll() is None and time.monotonic() < until, Path(f"{folder}.log").read_text()
         time.sleep(0.02)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import vl_convert
+from monitor.test_timeline import recorded
 from monitor_browser import browser, count_marks, require_browser
 from report_runs import Story, make_run
 from support import ROOT, one_line
@@ -39,6 +40,8 @@ from mpitrain.monitor.report.findings import (
 )
 from mpitrain.monitor.report.reading import RunRecord, read_run
 from mpitrain.monitor.report.style import LIGHT, paint, spec_of
+from mpitrain.monitor.report.within_step import memory_in_step
+from mpitrain.monitor.timeline.spans import write_rank
 
 ONE = {
     "course", "loss", "learning_rate", "gradient_norm", "throughput", "step_time", "step_histogram", "parts",
@@ -185,6 +188,23 @@ def test_several_runs_are_compared_in_text(runs, capsys):
     assert re.search(r"held-out token accuracy +0\.\d+ +0\.\d+ \(\d\.\d\dx\)", out)
     assert re.search(r"held-out perplexity +\d\.\d+ +\d\.\d+ \(\d\.\d\dx\)", out)
     assert re.search(r"bytes sent per step and rank \(MB\) +88.200 +132.300 \(1.50x\)", out)
+
+
+def test_memory_within_a_step_is_drawn_for_each_rank_and_for_runs_side_by_side(runs, tmp_path):
+    for name in ("a", "b"):
+        shutil.copytree(runs["zero3"], tmp_path / name)
+        for rank in range(2):
+            memory = [[11.0, {"parameters": 5, "activations": 0}], [11.2, {"parameters": 5, "activations": 4 + rank}]]
+            timeline = recorded(rank, memory=[[at * (1 + 1e-4 * rank) + 100 * rank, row] for at, row in memory])
+            write_rank(tmp_path / name / "timeline/steps-5-5", timeline)
+    both = [NamedRun(name, read_run(tmp_path / name)) for name in ("a", "b")]
+    for shown, panels in ((both[:1], ["rank 0", "rank 1"]), (both, ["a: rank 1", "b: rank 1"])):
+        drawing = memory_in_step(shown)
+        (rows,) = spec_of(drawing.chart)["datasets"].values()
+        assert list(dict.fromkeys(row["panel"] for row in rows)) == panels
+        assert [row["peak"] for row in rows if "peak" in row] == ["after forward of block"] * 2
+        assert f"{panels[1]}, step 5, 10 B after forward of block" in drawing.note
+    assert "monitor.timeline" in memory_in_step([NamedRun("none", read_run(runs["ddp"]))]).note
 
 
 def test_a_page_reports_missing_files(tmp_path, capsys):

@@ -12,7 +12,8 @@ from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
 from mpitrain.monitor.parts import StepClock
 from mpitrain.monitor.run_files import RankWriter
-from mpitrain.monitor.timeline.merging import clock_correction, describe, merge, recordings
+from mpitrain.monitor.timeline.curves import highest_curves
+from mpitrain.monitor.timeline.merging import clock_correction, describe, merge, recordings, timelines
 from mpitrain.monitor.timeline.spans import write_rank
 
 
@@ -144,6 +145,22 @@ def test_merging_finds_waits_shares_and_stragglers(tmp_path):
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert merged.picture is not None and merged.picture.read_bytes().startswith(b"\x89PNG")
     assert any("hidden behind backward" in line for line in describe(merged))
+
+
+def curve_of(device):
+    """Return the memory of a rank whose activations grow in forward and which then needs temporary memory."""
+    empty = {"parameters": 40, "activations": 0, "shared": 3, "other": 500}
+    grown = empty | {"activations": 30}
+    memory = [[11.0, empty], [11.2, grown], [11.5, grown | {"activations": 20, "other": 900}], [13.0, grown]]
+    return timelines([recorded(0, memory=memory, device=device)])[0]
+
+
+def test_the_module_at_the_peak_of_memory_is_named():
+    (on_cpu,), (on_device,) = highest_curves([curve_of("cpu")]), highest_curves([curve_of("cuda:0")])
+    assert (on_cpu.step, on_cpu.peak_bytes, on_cpu.where) == (5, 73, "after forward of block")  # freed memory may stay
+    assert (on_device.peak_bytes, on_device.seconds[on_device.peak]) == (963, pytest.approx(0.5))
+    assert len(on_cpu.nbytes) == 3  # the last sample is not in the step
+    assert highest_curves(timelines([recorded(0)])) == []  # of an older version
 
 
 def test_invalid_recordings_are_refused_in_one_line(tmp_path):

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from monitor.pseudo_terminal import on_terminal
 from rank_files import read_rank_files
-from support import ROOT, clean_environment, one_line, train_command
+from support import PATIENCE, ROOT, clean_environment, one_line, train_command
 from warm import shared
 
 from mpitrain.errors import InputError
@@ -59,7 +59,7 @@ class Screen:
 
     def until(self, *words, seconds=100):
         """Return the first frame from now on that has all the words."""
-        deadline, count = time.monotonic() + seconds, len(self.frames())
+        deadline, count = time.monotonic() + seconds * PATIENCE, len(self.frames())
         while time.monotonic() < deadline:
             if select.select([self._ours], [], [], 0.2)[0] and not self._read():
                 break
@@ -76,7 +76,7 @@ class Screen:
         os.write(self._ours, b"\x03")
 
     def end(self, seconds=100):
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds * PATIENCE
         while time.monotonic() < deadline:
             if select.select([self._ours], [], [], 0.2)[0] and not self._read():
                 break
@@ -143,7 +143,7 @@ def test_a_run_is_watched_through_a_kill_and_a_restart(tmp_path, sentence):
         screen.close()
         for process in (piped, *jobs):
             process.kill()
-    assert piped.returncode == 0 and "\x1b" not in "".join(lines) and len(lines) < 30
+    assert piped.returncode == 0 and "\x1b" not in "".join(lines) and len(lines) < 30 * PATIENCE
     words = [re.sub(r"^[\d:]+ (\w+).*", r"\1", line) for line in lines]
     # a look may miss what lasts for a moment, but not the end, and nothing comes before what led to it
     order = iter(["waiting", "started", "running", "killed", "running", "started", "running", "done"])

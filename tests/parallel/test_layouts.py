@@ -85,6 +85,17 @@ def test_a_layout_converts_to_settings_and_back():
     assert layout_of(cut, 2, blocks).cut == (1, 3)
 
 
+@pytest.mark.parametrize("recompute", ["selective", "every 4", [0, 2, 3, 4], True, False])
+def test_a_layout_has_every_way_of_recomputing(recompute):
+    config = Config.from_dict({"train": {"recompute": recompute, "microbatch": 2, "batch": 64}})
+    layout = layout_of(config, 8)
+    assert layout.recompute == config.train.recompute and read(text(layout)) == layout
+    assert layout_of(Config.from_dict(settings(layout)), 8) == layout
+    predictor = Predictor(MadeUpModel(), read_machine("cpu-128"), 2, 4)
+    plan = best(predictor, rules_of(config), 1, requested=explicit_settings(config))
+    assert [each.layout.recompute for each in plan.predictions] == [layout.recompute]
+
+
 def test_an_additional_axis_is_part_of_the_layout_and_a_setting():
     layout = ParallelLayout(2, 2, 1, zero=1, microbatch=2, axes=REPLICA)
     assert text(layout) == "2x2x1 zero1 mb2 1f1b axes:extensions:Replica=2" and read(text(layout)) == layout

@@ -110,6 +110,20 @@ def train_both(
     return pipeline, alone, results
 
 
+class Laborious(nn.Module):
+    """Layer that keeps the processor busy for some seconds of its forward pass, beside its linear layer."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.linear, self.seconds = nn.Linear(5, 5), seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        end = time.thread_time() + self.seconds
+        while time.thread_time() < end:
+            pass
+        return self.linear(x)
+
+
 class Late(torch.autograd.Function):
     """Identity that sleeps for some time in forward and backward."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from itertools import combinations, pairwise
 
@@ -23,7 +24,7 @@ from mpitrain.pipe.partition import (
 def test_partition_minimizes_the_largest_part():
     costs = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0, 5.0]
     for parts in range(1, len(costs) + 1):
-        bounds = partition(costs, parts)
+        bounds = partition([costs] * parts)
         assert bounds[0] == 0 and bounds[-1] == len(costs) and all(a < b for a, b in pairwise(bounds))
         cuts = ([0, *inner, len(costs)] for inner in combinations(range(1, len(costs)), parts - 1))
         best = min(max(sum(costs[a:b]) for a, b in pairwise(cut)) for cut in cuts)
@@ -31,7 +32,17 @@ def test_partition_minimizes_the_largest_part():
 
 
 def test_partition_balances_the_other_parts():
-    assert partition([10, 1, 1, 1, 1], 3) == [0, 1, 3, 5]
+    assert partition([[10, 1, 1, 1, 1]] * 3) == [0, 1, 3, 5]
+
+
+def test_parts_of_slower_ranks_are_smaller_and_the_largest_is_least():
+    assert partition([[1.0] * 12, [2.0] * 12]) == [0, 8, 12]  # half the speed, half the blocks
+    draw = random.Random(0)
+    for parts in (1, 2, 3, 4):
+        costs = [[draw.random() * speed for _ in range(7)] for speed in (1.0, 3.0, 0.5, 2.0)[:parts]]
+        cuts = [[0, *inner, 7] for inner in combinations(range(1, 7), parts - 1)]
+        largest = [max(sum(c[a:b]) for c, (a, b) in zip(costs, pairwise(cut), strict=True)) for cut in cuts]
+        assert partition(costs) == cuts[largest.index(min(largest))]
 
 
 def test_blocks_by_number_by_parameters_and_by_time():
@@ -40,7 +51,7 @@ def test_blocks_by_number_by_parameters_and_by_time():
     assert [name for name, _ in blocks] == ["0", "1", "2", "3"]
     assert stage_bounds(blocks, 3) == [0, 2, 3, 4]
     assert parameter_costs(blocks) == [20, 2000, 1604, 20]
-    assert stage_bounds(blocks, 2, costs=parameter_costs(blocks)) == [0, 2, 4]
+    assert stage_bounds(blocks, 2, costs=[parameter_costs(blocks)] * 2) == [0, 2, 4]
 
 
 def test_stages_can_have_given_numbers_of_blocks():
@@ -74,6 +85,22 @@ def test_measuring_blocks_changes_nothing_in_the_model():
 def test_blocks_that_overwrite_their_input_can_be_measured():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
     assert min(time_costs(listed_blocks(model), torch.randn(3, 4))) > 0
+
+
+@pytest.mark.parametrize("device", ["pretend"], indirect=True)
+def test_blocks_are_measured_on_the_ranks_own_device(device):
+    seen = []
+
+    class Notes(nn.Linear):
+        def forward(self, x):
+            seen.append((x.device.type, self.weight.device.type))
+            return super().forward(x)
+
+    model = nn.Sequential(Notes(4, 4), nn.BatchNorm1d(4), Notes(4, 4))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    assert min(time_costs(listed_blocks(model), torch.randn(3, 4), device)) > 0
+    assert set(seen) == {(device.type, device.type)}
+    assert all(v.device.type == "cpu" and torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 def test_an_indivisible_model_is_refused():

@@ -10,6 +10,7 @@ from pipe.pipe_models import (
     SCHEDULES,
     WHOLE,
     Delay,
+    Laborious,
     descend,
     even,
     gpt,
@@ -267,6 +268,26 @@ def test_all_cuts_reach_the_same_losses(world):
         assert results[0][2] < 1e-5
         bounds = world.all_gather_object(list(pipeline.bounds))
         assert all(b == bounds[0] for b in bounds)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_slow_rank_measures_itself_and_gets_fewer_blocks(world):
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(*(Laborious(0.02 if world.rank == 0 else 0.004) for _ in range(12)))
+
+    ((x, _),) = numbers(1)
+    losses = {}
+    for cut in ("uniform", "time"):
+        pipeline, _, results = train_both(
+            world, model, lambda m: mean_square, {"cut": cut, "sample": x}, [numbers(1)] * 2
+        )
+        losses[cut] = [loss for loss, _, _ in results]
+        assert max(error for _, _, error in results) < 1e-5
+    assert losses["time"] == losses["uniform"]
+    bounds = world.all_gather_object(list(pipeline.bounds))
+    assert all(each == bounds[0] for each in bounds)
+    assert bounds[0][1] <= 3  # 2 of 12 without noise with two ranks, 1 with three
 
 
 @pytest.mark.ranks(2, 3)

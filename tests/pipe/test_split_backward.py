@@ -191,6 +191,19 @@ def test_recompute_draws_the_same_dropout():
     assert torch.equal(module[0].bias.grad, 2.0 * (output != 0).sum(0))
 
 
+def test_recompute_leaves_the_statistics_of_one_forward_pass():
+    buffers = []
+    for recompute in (False, True):
+        module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        stage = Stage([module], first=False, recompute=recompute)
+        torch.manual_seed(0)
+        module[0].reset_parameters()
+        output, record = stage.forward(torch.randn(4, 8, requires_grad=True))
+        stage.backward(record, [torch.ones_like(output)])
+        buffers.append(dict(module.named_buffers()))
+    assert all(torch.equal(buffers[1][name], buffer) for name, buffer in buffers[0].items())
+
+
 def test_recompute_keeps_only_the_input():
     kept_bytes = []
 

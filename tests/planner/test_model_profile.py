@@ -144,6 +144,8 @@ def test_operations_and_sizes_of_linear_layers():
     assert last.output_bytes == 4  # the loss
     assert first.input == 0 < first.weight  # nobody wants the gradient of the data
     assert (profile.moments, profile.sample_bytes) == (2, 64 * 4 + 8)
+    averaged = config({"factory": "planner.planned_models:sequential"}, average="swa")
+    assert profile_of(averaged, IMAGES, measure=False).moments == 3
     assert profile.listed and not profile.divisible
     assert not profile_of(config({"factory": "planner.planned_models:unlisted"}), IMAGES, measure=False).listed
 

@@ -19,9 +19,9 @@ from mpitrain.data import Description
 from mpitrain.errors import InputError, refusal
 from mpitrain.layout.mesh import Mesh, axes_of, coordinates, shape_of
 from mpitrain.models import Task, build_model
-from mpitrain.parallel.dividing import recompute_blocks
 from mpitrain.parallel.layouts import ParallelLayout, settings
 from mpitrain.parallel.pipeline import SCHEDULES
+from mpitrain.parallel.recompute import recompute_blocks
 from mpitrain.parallel.rules import Combination, require_compatible, rules_of
 from mpitrain.pipe.partition import listed_blocks, parameter_costs, stage_bounds
 from mpitrain.pipe.schedule import make_schedule
@@ -67,7 +67,7 @@ SETTINGS: dict[str, list[Any]] = {
     "parallel.offload_parameters": ["", "host", "/tmp/states"],
     "parallel.cut": ["uniform", "parameters", (2, 1), (1, 1, 1)],
     "train.microbatch": [1, 2, 3],
-    "train.recompute": [True, False],
+    "train.recompute": [True, False, "selective", "every 2"],
     "train.batch_warmup": [[[5, 3]], [[5, 6]]],
     "run.reproducible": [True],
     "run.workers": [2, 8],
@@ -135,14 +135,14 @@ def start(config: Config, kind: str, nodes: int, each: int, on_device: bool) -> 
         count = -(-share // microbatch_size(config, mesh))
         schedule = make_schedule(parallel.schedule, pipeline, count, parallel.chunks, parallel.slices)
         blocks, cut = listed_blocks(module), parallel.cut
-        costs = parameter_costs(blocks) if cut == "parameters" else None
+        costs = [parameter_costs(blocks)] * schedule.stages if cut == "parameters" else None
         bounds = stage_bounds(blocks, schedule.stages, () if isinstance(cut, str) else cut, costs)
         for rank in range(pipeline):
             rank_blocks = [block for n in schedule.stages_of(rank) for _, block in blocks[bounds[n] : bounds[n + 1]]]
             if not any(p.requires_grad for block in rank_blocks for p in block.parameters()):
                 raise refusal("no parameter to train")
     elif config.train.recompute:
-        recompute_blocks(module)
+        recompute_blocks(module, config.train.recompute)
     gathers = placed(config, shape, each, on_device)
     synchronous = profile(kind).synchronous
     if config.model.compile:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support import MACHINE, clean_environment, launcher
+from support import MACHINE, PATIENCE, clean_environment, launcher
 
 from mpitrain.config.settings import Config
 from mpitrain.parallel.layouts import ParallelLayout, layout_of
@@ -59,7 +59,7 @@ def _peak_bytes(folder: Path) -> float:
     """Train with the plan and return the peak bytes of a rank: resident pages, with its part of shared memory."""
     command = [*launcher(2), sys.executable, "-m", "mpitrain.train", "plan.toml", "--run.dir", "run"]
     with subprocess.Popen(command, cwd=folder, env=clean_environment(), stdout=subprocess.DEVNULL) as job:
-        most, end = 0.0, time.monotonic() + 90
+        most, end = 0.0, time.monotonic() + 90 * PATIENCE
         while job.poll() is None and time.monotonic() < end:
             most = max([most, *map(_resident_bytes, _rank_processes(job.pid))])
             time.sleep(0.02)

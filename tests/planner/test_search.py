@@ -18,6 +18,7 @@ from mpitrain.errors import InputError
 from mpitrain.parallel import layouts as notation
 from mpitrain.parallel.costs import Divided
 from mpitrain.parallel.layouts import ParallelLayout
+from mpitrain.parallel.memory import recomputed
 from mpitrain.parallel.places import Nodes
 from mpitrain.parallel.rules import LayoutRules
 from mpitrain.pipe.schedule import make_schedule
@@ -63,13 +64,14 @@ def all_cuts(blocks, stages):
 def test_best_cut_equals_exhaustive_search(costs, stages, microbatches, chunks, room, recompute):
     blocks = [block(seconds, kept_bytes, given_bytes, numel=1) for seconds, kept_bytes, given_bytes in costs]
     in_flight = peak_microbatches(stages, 1, microbatches, "1f1b")
-    limits = None if room is None else Limits(room, in_flight, 1.0, recompute)
+    kept = recomputed(ParallelLayout(1, stages, recompute=recompute), blocks, range(len(blocks)))
+    limits = None if room is None else Limits(room, in_flight, 1.0, kept)
 
     def message(nbytes):
         return 0.25 * nbytes
 
     def bound(bounds):
-        seconds = stage_seconds(blocks, message, recompute and limits is not None)
+        seconds = stage_seconds(blocks, message, limits.recomputed if limits is not None else ())
         each = [seconds[lo, hi] for lo, hi in pairwise(bounds)]
         return sum(each) / chunks + (microbatches * chunks - 1) * max(each)
 

@@ -21,7 +21,7 @@ import torch
 
 SOURCES = Path(__file__).with_name("source")
 CACHE = Path(__file__).resolve().parents[2] / ".pretend"
-TIMEOUT = 300  # seconds for one file
+TIMEOUT = 1800  # seconds for one file; 300 were not enough where the host was short of memory
 
 
 class BuildError(Exception):

@@ -91,9 +91,11 @@ FILES = {
     "the first examples: Megatron, activations recomputed": (
         {"train_batch_size": 16, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2},
          "optimizer": {"type": "Adam", "params": {"lr": 0.00015}}, "fp16": {"enabled": True},
-         "activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": False}},
+         "activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": False,
+                                      "cpu_checkpointing": True, "number_checkpoints": 4, "profile": True,
+                                      "synchronize_checkpoint_boundary": True}},
         {},
-        {"recompute": True, "microbatch": 8, "optimizer": ("AdamW", {"lr": 0.00015})},
+        {"recompute": True, "offload_activations": "host", "microbatch": 8, "optimizer": ("AdamW", {"lr": 0.00015})},
     ),
     "an autotuner's template": (
         {"train_micro_batch_size_per_gpu": AUTO, "zero_optimization": {"stage": 3}, "fp16": {"enabled": True}},

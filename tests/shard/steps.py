@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from support import config_of
@@ -79,12 +80,8 @@ def train_steps(
         x, y = data(step)
         start, stop = division.share(len(x))
         mine = x[start:stop], y[start:stop]
-        largest = max(hi - lo for lo, hi in VirtualWorkers.worker_samples(VirtualWorkers(0, 1, division.count), len(x)))
-        size = -(-largest // microbatches)
-        passes = [
-            [(mine[0][at : min(at + size, hi)], mine[1][at : min(at + size, hi)]) for at in range(lo, hi, size)]
-            for lo, hi in division.worker_samples(len(x))
-        ]
+        size = -(-max(hi - lo for lo, hi in pairwise(division.bounds(len(x)))) // microbatches)
+        passes = [[(mine[0][lo:hi], mine[1][lo:hi]) for lo, hi in each] for each in division.microbatches(len(x), size)]
         delay()
         parts = engine.forward_backward(passes, len(x), rounds=division.rounds(len(x), size))
         delay()

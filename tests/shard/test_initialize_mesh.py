@@ -192,6 +192,25 @@ def draw_numbers(world):
     return [random.random(), float(np.random.rand()), float(np.random.randn()), torch.rand(1).item()]
 
 
+RECOMPUTING = {
+    2: [{"pipeline": 2}, {"pipeline": 2, "schedule": "zero-bubble"}, {"tensor": 2}, {"zero": 3, "share_node": False}],
+    4: [{"pipeline": 2, "tensor": 2}],
+}
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("recompute", [True, "selective", "every 2", [1, 2]], ids=str)
+def test_every_way_of_recomputing_gives_the_same_bits(world, recompute):
+    for parallel in RECOMPUTING[world.size]:
+        losses = []
+        for each in (False, recompute):
+            engine = make_engine(optim=ADAMW, dropout=0.3, train={"recompute": each}, **parallel)
+            torch.manual_seed(5)
+            losses.append(train(engine, 3))
+            engine.close()
+        assert losses[0] == losses[1]
+
+
 DROPPING = {
     2: [{"pipeline": 2}, {"tensor": 2}, {"zero": 3}],
     3: [{"pipeline": 3, "schedule": "zero-bubble"}],

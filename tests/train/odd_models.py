@@ -22,6 +22,16 @@ class Slow(nn.Module):
         return self.linear(x)
 
 
+class SlowHere(nn.Module):
+    """Identity that sleeps for `seconds` for each sample, which a test may set apart on each rank."""
+
+    seconds = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds * len(x))
+        return x
+
+
 class Mixes(nn.Module):
     """A layer that is not causal: it adds the mean over all positions to each."""
 
@@ -39,6 +49,11 @@ def nats(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def slow_in_the_middle(description):
     quick = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
     return nn.Sequential(nn.Embedding(description.vocabulary, 8), Slow(), *quick, head(description)), nats
+
+
+def slow_here(description):
+    layers = [nn.Linear(8, 8), nn.Tanh(), SlowHere(), nn.Linear(8, 8), nn.Tanh()]
+    return nn.Sequential(nn.Embedding(description.vocabulary, 8), *layers, head(description)), nats
 
 
 def looks_ahead(description):

@@ -10,17 +10,27 @@ from typing import Any
 import pytest
 
 from mpitrain.config.settings import Config
+from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.storage.text import counted, duration, short
 from mpitrain.trainer.recording import console
 from mpitrain.trainer.stopping import NonFiniteSteps
 
 
-def run(*, step: int = 0, tokens: int = 128, held_out: bool = True, warm_up: str = "", stop: str = "") -> Any:
+def run(
+    *,
+    step: int = 0,
+    tokens: int = 128,
+    held_out: bool = True,
+    warm_up: str = "",
+    stop: str = "",
+    speeds: tuple[float, ...] = (),
+) -> Any:
     """Return a stand-in for a trainer, with the attributes that its banner and last lines use."""
     config = Config.from_dict({"train": {"batch": 32, "microbatch": 4, "steps": 300}, "data": {"path": "data/mine"}})
     return SimpleNamespace(
         config=config,
         world=SimpleNamespace(size=8, rank=0, num_nodes=2, library="Open MPI 5.0.11"),
+        places=SimpleNamespace(workers=VirtualWorkers(0, 8, 8, speeds=speeds)),
         devices="CPU",
         parameters=429_568,
         data=range(183_421),
@@ -32,6 +42,7 @@ def run(*, step: int = 0, tokens: int = 128, held_out: bool = True, warm_up: str
         batch_sizes=SimpleNamespace(before=lambda step: 32 * step, describe=lambda: warm_up),
         strategy=SimpleNamespace(describe=lambda: ""),
         engine=SimpleNamespace(sharding=SimpleNamespace(zero=1)),
+        goodput=None,
         folder=SimpleNamespace(
             path=Path("runs/first"),
             log=SimpleNamespace(info=print),
@@ -82,6 +93,12 @@ def test_banner_of_a_resumed_run():
     assert "\n  samples      183,421 for training\n" in text
     assert "300, resumed after step 100 (" in text
     assert "\n  warm-up      8 up to step 3\n" in text
+
+
+def test_banner_shows_shares_in_proportion_to_speeds():
+    text = console.banner(run(speeds=(1.0,) * 6 + (3.0, 1.0)))
+    assert text.endswith("zero 1 (auto), shares of 3 to 11 samples")
+    assert "at most 4 per rank and forward pass" in text
 
 
 def test_closing_lines_show_results_and_next_commands(last_lines):

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support import ROOT, clean_environment, launcher, pretend_environment
+from support import PATIENCE, ROOT, clean_environment, launcher, pretend_environment
 from warm import shared
 
 from mpitrain.data.prepare import prepare
@@ -135,7 +135,7 @@ class Batch:
             raise AssertionError(f"not done after {seconds} s:\n{self.out(number)}") from None
 
     def wait_for_step(self, step: int, job: subprocess.Popen[str], number: int) -> None:
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 100 * PATIENCE
         while not any(line["step"] >= step for line in self.metrics()):
             assert job.poll() is None and time.monotonic() < deadline, self.out(number)
             time.sleep(0.1)
@@ -310,7 +310,7 @@ SITE_COMMANDS = {
 case "$*" in
 *"show config") echo "MpiDefault              = $DEFAULT" ;;
 *"show node"*) echo "NodeName=n1 CPUTot=$CPUS Sockets=1 Boards=1 CoresPerSocket=$CORES ThreadsPerCore=2" ;;
-*) echo "   Command={ROOT}/jobs/train.sbatch" ;;
+*) printf '   SubmitTime=2027-01-02T03:04:05 EligibleTime=Unknown\\n   Command={ROOT}/jobs/train.sbatch\\n' ;;
 esac
 """,
     "srun": """#!/usr/bin/env bash
@@ -318,7 +318,7 @@ if [ "$*" = --mpi=list ]; then
     printf 'MPI plugin types are...\\n' >&2
     printf '\\t%s\\n' $KINDS >&2
 else
-    echo "srun $* export $SLURM_EXPORT_ENV cpus $SRUN_CPUS_PER_TASK site ${SITE_SAYS:-}" >>"$RECORD"
+    echo "srun $* export $SLURM_EXPORT_ENV cpus $SRUN_CPUS_PER_TASK site ${SITE_SAYS:-} $MPITRAIN_SUBMITTED" >>"$RECORD"
 fi
 """,
     "python": """#!/usr/bin/env bash
@@ -375,6 +375,8 @@ def run_on_site(folder: Path, **variables: str) -> tuple[str, list[str]]:
 def test_srun_gets_the_pmi_of_the_site(tmp_path, site, option):
     _, started = run_on_site(tmp_path, **site)
     assert len(started) == 2 and all(line.startswith(f"srun {option}--nodes=1 --ntasks=8 ") for line in started)
+    submitted = time.mktime((2027, 1, 2, 3, 4, 5, 0, 0, -1))
+    assert started[-1].endswith(f" {submitted:.0f}")  # for the run's goodput
 
 
 @pytest.mark.parametrize(
@@ -410,6 +412,6 @@ def test_site_file_is_read_first_and_its_environment_reaches_the_ranks(tmp_path)
     site = tmp_path / "site.sh"
     site.write_text('[ "$NO_SUCH_VARIABLE" = "" ]\nexport SITE_SAYS=loaded\n')
     _, started = run_on_site(tmp_path, SITE=str(site), SLURM_EXPORT_ENV="NONE")
-    assert len(started) == 2 and all(" export ALL " in line and line.endswith(" site loaded") for line in started)
+    assert len(started) == 2 and all(" export ALL " in line and " site loaded " in line for line in started)
     with pytest.raises(AssertionError, match="which does not exist"):
         run_on_site(tmp_path, SITE=str(tmp_path / "nowhere.sh"))

@@ -26,10 +26,18 @@ TRAIN = {"steps": len(SIZES), "batch": 12, "batch_warmup": WARMUP, "microbatch":
 CLOCKS = (
     "time",
     "step_s",
+    "data_s",
+    "wait_s",
+    "goodput",
     "tokens_per_s",
+    "tflops_per_rank",
+    "mfu",
     "memory_bytes",
     "memory",
     "start_s",
+    "energy",
+    "j_per_step",
+    "j_per_sample",
     "between_nodes_bytes",
     "between_groups_bytes",
 )

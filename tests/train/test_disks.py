@@ -10,7 +10,7 @@ import time
 
 import pytest
 import warm
-from support import clean_environment, fill, job, one_line, small_disk, train_command
+from support import PATIENCE, clean_environment, fill, job, one_line, small_disk, train_command
 
 from mpitrain.checkpoint.folders import additional_bytes
 from mpitrain.monitor import read_metrics
@@ -93,7 +93,7 @@ def test_one_job_per_run_folder_without_file_locks(tmp_path, forked, sentence):
     endless = train_command(*arguments(sentence, run, train__steps=10**6, checkpoint__every=10))
     first = subprocess.Popen(endless, env=clean_environment(**without), stdout=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 60 * PATIENCE
         while not (run / "checkpoints/latest").exists():
             assert first.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)

@@ -18,6 +18,11 @@ from mpitrain.trainer.recording.console import doubtful_settings
         ({"train": {"steps": 20}, "optim": {"schedule": "StepLR"}}, ""),
         ({"optim": {"schedule": "wsd", "decay_steps": 299}}, "optim.decay_steps 299 is above train.steps 300"),
         ({"optim": {"lr_end": 0.5}}, "optim.lr_end 0.5 is above optim.lr 0.002"),
+        ({"train": {"average_start": 300}}, ""),
+        (
+            {"train": {"average": "swa", "average_start": 300}},
+            "train.average_start 300 leaves out all of train.steps 300",
+        ),
         ({"train": {"batch": 3}}, "train.batch 3 leaves 1 of 4 ranks without a sample"),
         ({"train": {"batch_warmup": [[5, 2]]}}, "train.batch_warmup 2 leaves 2 of 4 ranks without a sample"),
         ({"train": {"batch_warmup": [[200, 8], [100, 16]]}}, "train.batch_warmup lasts for all of train.steps 300"),

@@ -23,6 +23,7 @@ from support import clean_environment, job, launcher, one_line, train_command
 from mpitrain import report
 from mpitrain.comm.job import arrival
 from mpitrain.data.prepare import PrepareOptions, prepare
+from mpitrain.monitor import read_events, read_goodput
 
 SMALL = ("--model.layers", 1, "--model.width", 32, "--model.heads", 2, "--model.sequence", 32, "--train.batch", 8)
 
@@ -441,6 +442,13 @@ def test_a_run_records_the_parts_of_its_start(tmp_path, capsys):
     assert all(seconds >= 0 for seconds in parts.values()) and 0.5 < sum(parts.values()) < took
     assert report.main([str(tmp_path)]) == 0
     assert "s to the end of the first step: launcher 0." in capsys.readouterr().out
+    start = read_events(tmp_path)[0]
+    assert start["start_s"] == {name: s for name, s in parts.items() if name != "first_step"}
+    account = read_goodput(tmp_path)
+    assert 0 < account.ratio < 1 and took - 1 < account.wall < took  # the rest is after the last event
+    assert account.parts()["imports"] == parts["packages"] and 0 < account.parts()["tail"] < 1
+    last = lines(tmp_path)[-1]
+    assert 0 < last["data_s"] + last["wait_s"] < last["step_s"] and last["goodput"] >= account.ratio
 
 
 def test_open_mpi_connects_hosts_only_if_there_are_several(tmp_path):

@@ -14,12 +14,12 @@ import torch
 import warm
 from monitor.trace_format import parse
 from rank_files import read_rank_files
-from support import clean_environment, one_line, train_command
+from support import PATIENCE, clean_environment, one_line, train_command
 
 import mpitrain as mt
 from mpitrain.config.settings import Config
 from mpitrain.monitor import read_metrics
-from mpitrain.parallel.dividing import recompute_blocks
+from mpitrain.parallel.recompute import recompute_blocks
 from mpitrain.pipe.schedule import make_schedule
 from mpitrain.trainer.recording.timeline import ModuleHooks, TimelineRecorder, levels_of
 from mpitrain.trainer.recording.timeline import offset_of as measure
@@ -295,7 +295,7 @@ def test_a_job_killed_while_recording_leaves_readable_files_and_resumes(tmp_path
     endless = warm.shared().launched(2, words)
     process = subprocess.Popen(endless, env=clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 60 * PATIENCE
         while not (run / "checkpoints/step-00000100").exists():
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)

@@ -85,8 +85,11 @@ def test_pipeline_and_tensor_traffic_matches_the_formulas(world, text, folder):
     if world.size == 2:
         assert_as_expected(trained(world, text, folder / "p", pipeline=2), "pipeline")
         assert_as_expected(trained(world, text, folder / "t", tensor=2, zero=1), "tensor")
-        again = trained(world, text, folder / "r", train={"recompute": True, "precision": "bf16"}, tensor=2)
-        assert_as_expected(again, "tensor")
+        for recompute in (True, "selective", "every 2", [1]):
+            again = {"recompute": recompute, "precision": "bf16"}
+            assert_as_expected(trained(world, text, folder / str(recompute), train=again, tensor=2), "tensor")
+        gathered = {"recompute": "every 2", "partition_activations": True}
+        assert_as_expected(trained(world, text, folder / "gathered", train=gathered, tensor=2), "tensor")
     else:
         assert_as_expected(trained(world, text, folder / "pt", pipeline=2, tensor=2), "pipeline", "tensor")
         assert_as_expected(trained(world, text, folder / "dt", tensor=2, sequence=True), "data", "tensor")

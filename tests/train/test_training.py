@@ -111,7 +111,22 @@ def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(world, folder, t
         begin_folder(folder / "resumed/checkpoints/step-00000008.tmp-0123dead")  # as a killed save leaves it
     world.barrier()
     resumed = run(world, folder / "resumed", **sections)
-    drop = ("time", "step_s", "tokens_per_s", "memory_bytes", "memory", "start_s")
+    drop = (
+        "time",
+        "step_s",
+        "data_s",
+        "wait_s",
+        "goodput",
+        "tokens_per_s",
+        "tflops_per_rank",
+        "mfu",
+        "memory_bytes",
+        "memory",
+        "start_s",
+        "energy",
+        "j_per_step",
+        "j_per_sample",
+    )
     assert [{k: v for k, v in m.items() if k not in drop} for m in resumed] == [
         {k: v for k, v in m.items() if k not in drop} for m in whole
     ]
@@ -156,6 +171,23 @@ def test_sharded_runs_resume_bitwise_equal(world, folder, text, sections):
     resumed = run(world, folder / "resumed", **common, **merged(**settings))
     assert [m["loss"] for m in resumed] == [m["loss"] for m in whole]
     assert resumed[-1]["held_out_loss"] == whole[-1]["held_out_loss"]
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_run_with_tiled_layers_trains_and_resumes_like_one_without(world, folder, text):
+    losses = []
+    for tiled in ({}, {"mlp.*": [2, 2]}):
+        sections = {
+            "data": {"path": text},
+            "model": {**GPT, "tiled": tiled},
+            "train": {"batch": 6, "recompute": "every 2"},
+            "parallel": {"zero": 3, "share_node": False},
+            "checkpoint": {"every": 2},
+        }
+        for steps in (2, 4):  # the second run resumes the first
+            lines = run(world, folder / f"{len(tiled)}", **sections | {"train": sections["train"] | {"steps": steps}})
+        losses.append([line["loss"] for line in lines])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 @pytest.mark.ranks(2)

@@ -196,11 +196,13 @@ class Dispatcher(Member):
         if topology.num_nodes == 1 or len(local_sizes) > 1 or local_sizes == {1}:
             return None
         local = self.local_rank
-        peers = [r for r in range(self.size) if self.nodes[:r].count(self.nodes[r]) == local]
         with self._record.during("split into nodes"):
             across = self._owned_comms.keep(self._comm.Split(local, self.rank))
         services = process.arenas, process.tuning, process.spare_cores < 0, process.proofs
-        inside, between = topology.subgroup(topology.neighbours, local), topology.subgroup(peers, across.rank)
+        inside, between = (
+            topology.subgroup(topology.neighbours, local),
+            topology.subgroup(topology.counterparts, across.rank),
+        )
         return Levels(
             Binder(binder.node, binder.node, inside, *services), Binder(across, MPI.COMM_SELF, between, *services)
         )

@@ -76,7 +76,8 @@ def clean(arguments: Sequence[str]) -> int:
     """
     unknown = [a for a in arguments if a not in ("--clean", "--dry-run")]
     if unknown:
-        raise InputError(f"mpitrain.doctor has no option {unknown[0]}; use --check, --tune or --clean [--dry-run]")
+        options = "--check, --tune, --clean [--dry-run] or --killed RUN"
+        raise InputError(f"mpitrain.doctor has no option {unknown[0]}; use {options}")
     dry = "--dry-run" in arguments
     folders = list(dict.fromkeys([Path(SHARED_MEMORY), Path("/tmp"), Path(tempfile.gettempdir())]))
     leftovers = list(find_leftovers(folders))

@@ -53,6 +53,12 @@ class Topology:
         return tuple(r for r in range(self.size) if self.nodes[r] == self.nodes[self.rank])
 
     @property
+    def counterparts(self) -> tuple[int, ...]:
+        """Ranks that are on their node what this rank is on its node: the first, the second and so on."""
+        place = self.neighbours.index(self.rank)
+        return tuple(r for r in range(self.size) if self.nodes[:r].count(self.nodes[r]) == place)
+
+    @property
     def num_nodes(self) -> int:
         """Number of nodes."""
         return len(set(self.nodes))
@@ -172,6 +178,16 @@ class Member:
         self.local_rank, self.local_size = neighbours.index(topology.rank), len(neighbours)
 
     @property
+    def neighbours(self) -> tuple[int, ...]:
+        """Ranks on this rank's node, itself included."""
+        return self._topology.neighbours
+
+    @property
+    def counterparts(self) -> tuple[int, ...]:
+        """Ranks that have this rank's `local_rank` on their nodes."""
+        return self._topology.counterparts
+
+    @property
     def library(self) -> str:
         """Name and version of the MPI library."""
         return library_name()
@@ -263,6 +279,17 @@ def share_of(rank: int, allowed: Sequence[Collection[int]], core_of: Mapping[int
     return Share(len(cores), len(ranks), len(set().union(*(allowed[rank] for rank in ranks))))
 
 
+def machine_id(node: int) -> str:
+    """Return a text that is the same on all ranks of this machine, and different on other machines.
+
+    Containers and namespaces of one machine are nodes of their own.
+
+    Args:
+        node: Number of this rank's node, which counts as a machine if the system does not identify it.
+    """
+    return proc.read("sys/kernel/random/boot_id").strip() or f"node {node}"
+
+
 def find_share(comm: MPI.Intracomm, topology: Topology) -> Share:
     """Return this rank's share of its machine's cores. Collective over the world.
 
@@ -275,8 +302,7 @@ def find_share(comm: MPI.Intracomm, topology: Topology) -> Share:
     threads = os.sched_getaffinity(0)
     row = np.zeros(max(threads) + 1, dtype=np.uint8)
     row[list(threads)] = 1
-    machine = proc.read("sys/kernel/random/boot_id").strip() or f"node {topology.nodes[topology.rank]}"
-    name = machine.encode() + b"\0"
+    name = machine_id(topology.nodes[topology.rank]).encode() + b"\0"
     rows = all_gather_bytes(comm, name + np.packbits(row).tobytes())
     near = [rank for rank in range(topology.size) if rows[rank].startswith(name)]
     bits = [np.frombuffer(rows[rank], dtype=np.uint8, offset=len(name)) for rank in near]

@@ -30,7 +30,7 @@ from mpitrain.comm.memory.buffers import memory_at, tensor_at
 from mpitrain.comm.memory.device import export_memory, import_memory, is_accelerator, synchronize
 from mpitrain.comm.memory.elements import DTYPES, LARGEST_COUNT
 from mpitrain.errors import InputError, MpitrainError
-from mpitrain.storage.disk import SHARED_MEMORY, free_bytes
+from mpitrain.storage.disk import ENLARGE, SHARED_MEMORY, free_bytes
 
 _ALIGNMENT = 4096  # bytes: a page, which also suits vector instructions and file systems
 _LIBRARY_BYTES = 2 << 20  # bytes per rank of /dev/shm left for the queues of the MPI library, which grow there as well
@@ -157,6 +157,10 @@ class ArenaIndex:
         if arena in self._arenas:
             self._arenas.remove(arena)
             self._change()
+
+    def shared_bytes(self) -> int:
+        """Return the bytes of this rank's tensors in memory that it shares with its node."""
+        return sum(arena.nbytes for arena in self._arenas if arena.kind == "shared")
 
     def free_windows(self) -> None:
         """Free all windows at the end of the program. Collective over all ranks, all of which must be at their end.
@@ -307,8 +311,7 @@ def _warn(node: MPI.Intracomm, needed: int, free: int, index: ArenaIndex) -> Non
         index.warned = True
         warnings.warn(
             f"{SHARED_MEMORY} has {free >> 20} MiB free, but the ranks of this node need {needed >> 20} MiB; they use "
-            f"private memory and messages instead, which is slower. To enlarge {SHARED_MEMORY}: "
-            "mount -o remount,size=50% /dev/shm; in a container: --shm-size",
+            f"private memory and messages instead, which is slower; {ENLARGE}",
             stacklevel=6,
         )
 

@@ -254,7 +254,11 @@ def pin(memory: torch.Tensor, device: torch.device) -> Callable[[], object] | No
 
 def memory_bytes(device: torch.device) -> int:
     """Return the bytes that tensors of this process occupy on the device now."""
-    return torch.accelerator.memory_allocated(device)
+    if not torch._C._accelerator_isAllocatorInitialized():
+        return 0
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    statistics: dict[str, Any] = torch._C._accelerator_getDeviceStats(index)  # memory_allocated takes 8 times as long
+    return int(statistics["allocated_bytes"]["all"]["current"])
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -87,6 +87,8 @@ SECTIONS = {
         harmless=f"immediate_grad_update bf16_master_weights_and_grads {SCALING}",
     ),
     "activation_checkpointing": _keys(
+        converted="cpu_checkpointing",
+        # no tensor ranks divide the activations, and the blocks that are recomputed follow from the model
         harmless="""number_checkpoints profile synchronize_checkpoint_boundary partition_activations
             contiguous_memory_optimization""",
     ),
@@ -139,7 +141,6 @@ INSTEAD = {
     "zero_optimization.zero_quantized_gradients": _FEWER_BYTES,
     "zero_optimization.ignore_unused_parameters false": "remove it; use every parameter in each pass, or freeze it",
     "zero_optimization.elastic_checkpoint": "remove it; any number of ranks can read a checkpoint",
-    "activation_checkpointing.cpu_checkpointing": "remove it; activations are recomputed instead of kept on the host",
 }
 
 

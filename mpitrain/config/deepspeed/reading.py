@@ -176,7 +176,7 @@ def _read(original: Mapping[str, Any], ranks: int, findings: Findings, auto: Con
         "train": {
             "precision": precision,
             "clip": max(0.0, clip),  # a negative value means no clipping
-            "recompute": _recompute(values.get("activation_checkpointing"), findings),
+            **_activations(values.get("activation_checkpointing"), findings),
             "accumulation": steps,
             **({"batch": micro * steps * ranks} if micro else {}),
         },
@@ -262,13 +262,15 @@ def _monitors(values: Mapping[str, Any], findings: Findings) -> dict[str, str]:
     return on
 
 
-def _recompute(section: Mapping[str, Any] | None, findings: Findings) -> bool:
-    """Return True if activations are recomputed: the section exists, and not all keys in it are off."""
+def _activations(section: Mapping[str, Any] | None, findings: Findings) -> dict[str, Any]:
+    """Return the keys of [train] for activations: they are recomputed unless all keys of the section are off."""
     if section is None:
-        return False
+        return {}
     section = findings.section("activation_checkpointing", section)
     findings.check_section(section, "activation_checkpointing")
-    return not section or not all(is_off(value) for value in section.values())
+    recompute = not section or not all(is_off(value) for value in section.values())
+    offload = "" if is_off(section.get("cpu_checkpointing")) else "host"
+    return {"recompute": recompute, "offload_activations": offload}
 
 
 def _reduce_dtype(values: Mapping[str, Any], findings: Findings) -> Precision | None:

@@ -63,10 +63,8 @@ def _lines(
 
     Args:
         name, title, note, wide: Attributes of the `Drawing`.
-        curves: Curves to draw.
-        y: The y axis.
-        number: Format of a value for d3.
-        unit: Label of a value in the tooltip.
+        curves, y: Curves to draw, and the y axis.
+        number, unit: Format for d3 and label of a value in the tooltip.
         extra: Charts to draw below the curves.
         missing: Note of the drawing if there are no curves.
     """
@@ -301,6 +299,15 @@ def time_bars(runs: Sequence[NamedRun]) -> Drawing:
     return Drawing("parts", title, note, chart)
 
 
+def _areas(
+    chart: alt.Chart, rows: list[dict[str, Any]], by: tuple[str, str, dict[str, str]], title: str, unit: str
+) -> alt.Chart:
+    """Return areas of the rows' values over the steps, stacked by a field with its legend and colours."""
+    y, colour = alt.Y("value:Q", title=title, stack=True), style.palette(*by, rows)
+    tooltip = ["category:N", style.STEP, alt.Tooltip("value:Q", title=unit, format=",.2f")]
+    return chart.encode(style.steps_axis(), y=y, color=colour, order=alt.Order("order:Q"), tooltip=tooltip)
+
+
 def median_rank(run: RunRecord) -> MeasuredRank:
     """Return the rank with the median compute time."""
     ranks = sorted(run.workers or run.ranks, key=findings.busy_seconds)
@@ -328,15 +335,10 @@ def time_over_steps(named: NamedRun) -> Drawing:
             values = findings.means_between(rank, category, ends) / size
             if values.any():
                 rows += records(**where, value=values, category=category, order=order, rank=name)
-    chart = alt.Chart(data(rows)).mark_area(interpolate="step")
-    chart = chart.encode(
-        style.steps_axis(),
-        y=alt.Y("value:Q", title=f"time ({unit})", stack=True),
-        color=style.palette(*_BY_TIME, rows),
-        order=alt.Order("order:Q"),
-        tooltip=["category:N", style.STEP, alt.Tooltip("value:Q", title=unit, format=",.2f")],
-    ).properties(width=style.WIDTH, height=150)
-    chart = chart.facet(row=alt.Row("rank:N", title=None, sort=list(shown), header=_ABOVE), spacing=12)
+    chart = _areas(alt.Chart(data(rows)).mark_area(interpolate="step"), rows, _BY_TIME, f"time ({unit})", unit)
+    chart = chart.properties(width=style.WIDTH, height=150).facet(
+        row=alt.Row("rank:N", title=None, sort=list(shown), header=_ABOVE), spacing=12
+    )
     note = "The rank that computes longest, next to the median rank. The others wait for the extra time of that rank."
     return Drawing("parts_over_time", title, note, chart.properties(title=title, usermeta={"axes": True, "columns": 1}))
 
@@ -454,12 +456,8 @@ def _memory_panels(rows: list[dict[str, Any]], unit: str) -> Any:
     tooltip = [style.STEP, alt.Tooltip("value:Q", title=unit, format=",.2f")]
     base = alt.Chart(data(rows))
     x, y = style.steps_axis(), f"memory ({unit})"
-    layers = [
-        base.transform_filter("datum.category !== null").mark_area(interpolate="step-after").encode(
-            x, y=alt.Y("value:Q", title=y, stack=True), order=alt.Order("order:Q"),
-            color=style.palette(*_BY_CATEGORY, rows), tooltip=["category:N", *tooltip],
-        )
-    ]  # fmt: skip
+    areas = base.transform_filter("datum.category !== null").mark_area(interpolate="step-after")
+    layers = [_areas(areas, rows, _BY_CATEGORY, y, unit)]
     names = list(dict.fromkeys(row["line"] for row in rows if row["line"]))
     if names:
         dash = style.dashes("line", "total", dict(zip(names, ([6, 3], [2, 2]), strict=False)), "@ink")

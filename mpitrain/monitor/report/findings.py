@@ -118,6 +118,12 @@ def ranks_to_show(values: Sequence[float], most: int = 16) -> list[int]:
     return sorted({int(order[0]), int(order[(len(order) - 1) // 2]), int(order[-1])})
 
 
+def median_finite(values: Column) -> float:
+    """Return the median of the finite values; NaN if there is none."""
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if finite.size else math.nan
+
+
 def last_finite(values: Column) -> float:
     """Return the last finite value, or NaN if there is none."""
     finite = values[np.isfinite(values)]
@@ -175,21 +181,13 @@ STATES = ("parameters", "gradients", "states")  # categories for which there is 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Peak memory of a rank, and the memory predicted by formula.
-
-    Attributes:
-        rank: Measurements of the rank.
-        peak: Bytes by category at the time when their sum was largest.
-        expected: Bytes by category, predicted by formula.
-        resident: Peak resident host memory of the process in bytes.
-        device: Peak memory on the device in bytes; 0 without a device.
-    """
+    """Peak memory of a rank, and the memory predicted by formula."""
 
     rank: MeasuredRank
-    peak: dict[str, float]
-    expected: dict[str, float]
-    resident: float
-    device: float
+    peak: dict[str, float]  # bytes by category at the time when their sum was largest
+    expected: dict[str, float]  # bytes by category, predicted by formula
+    resident: float  # peak resident host memory of the process in bytes
+    device: float  # peak memory on the device in bytes; 0 without a device
 
     @property
     def total(self) -> float:
@@ -199,22 +197,17 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class SentRow:
-    """Traffic of one operation along one axis, per step and rank, as the mean over ranks.
+    """Traffic of one operation along one axis, per step and rank, as the mean over ranks."""
 
-    Attributes:
-        operation, axis, algorithm: Names of the operation, its communicator and its algorithm.
-        calls: Number of calls.
-        inside, between: Bytes to ranks of the same node, and of other nodes.
-        most: Bytes of the rank that sends most.
-    """
-
+    # operation, axis, algorithm: names of the operation, its communicator and its algorithm
     operation: str
     axis: str
     algorithm: str
     calls: float
+    # inside, between: bytes to ranks of the same node, and of other nodes
     inside: float
     between: float
-    most: float
+    most: float  # bytes of the rank that sends most
 
 
 def seconds_per_step(rank: MeasuredRank) -> dict[str, float]:
@@ -295,14 +288,10 @@ def traffic(run: RunRecord) -> list[SentRow]:
 
 
 def sent_along(run: RunRecord, axis: str) -> tuple[float, float]:
-    """Return the bytes a rank sends per step along a mesh axis, as means over the ranks.
+    """Return the bytes a rank sends per step along a mesh axis, to its own node and to others, as means over the ranks.
 
     Args:
-        run: Contents of a run folder.
-        axis: Name of the axis.
-
-    Returns:
-        Bytes to ranks of the same node, and bytes to other nodes.
+        run, axis: Contents of a run folder, and name of the axis.
     """
     rows = [row for row in traffic(run) if axis_of(row.axis) == axis]
     return sum(row.inside for row in rows), sum(row.between for row in rows)
@@ -316,7 +305,8 @@ def expected_traffic(run: RunRecord) -> dict[str, float]:
 
 def findings(run: RunRecord) -> list[str]:
     """Return sentences about a run that its user should know."""
-    return [*_course_sentences(run), *_time_sentences(run), *_memory_sentences(run), *_traffic_sentences(run)]
+    sentences = _course_sentences(run) + _time_sentences(run) + _arithmetic_sentences(run)
+    return sentences + _memory_sentences(run) + _traffic_sentences(run)
 
 
 def _course_sentences(run: RunRecord) -> list[str]:
@@ -324,7 +314,8 @@ def _course_sentences(run: RunRecord) -> list[str]:
     for start, after in zip_longest(run.starts, run.starts[1:]):
         if start.outcome in ("killed", "failed"):
             redone = f"; the next start resumed from step {after.first_step:,}" if after is not None else ""
-            message = f" ({start.message})" if start.outcome == "failed" and start.message else ""
+            cause = start.message if start.outcome == "failed" else after and after.facts.get("message")
+            message = f" ({cause})" if cause else ""
             # the last steps of a killed job may be missing from its files
             ended = "was killed, at step {} or later" if start.outcome == "killed" else "failed after step {}"
             sentences.append(f"Start {start.number} {ended.format(f'{start.last_step:,}')}{message}{redone}.")
@@ -339,6 +330,18 @@ def _course_sentences(run: RunRecord) -> list[str]:
     if skipped:
         sentences.append(f"{skipped:,} of {len(run.columns.step):,} steps did not update the parameters.")
     return sentences
+
+
+def _arithmetic_sentences(run: RunRecord) -> list[str]:
+    """Compare the counted operations of the last step with the formula 6 N D."""
+    flops, tokens = run.columns.flops[-1], run.columns.tokens[-1]
+    formula = 6 * float(run.facts.get("parameters") or 0) * tokens
+    if not flops > 0 or not formula > 0:
+        return []
+    return [
+        f"A step needs {short(flops)}FLOP of useful arithmetic, as counted; 6 x parameters x tokens is "
+        f"{short(formula)}FLOP ({flops / formula - 1:+.1%}), without attention's products."
+    ]
 
 
 def _time_sentences(run: RunRecord) -> list[str]:
@@ -408,14 +411,7 @@ class NamedRun:
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """Return a unique short name for each folder.
-
-    Args:
-        folders: Paths of run folders.
-
-    Returns:
-        Last part of each path, or more of it if that is not unique; a number is added if the paths are equal.
-    """
+    """Return a unique short name for each folder: the last part of its path, or more; equal paths are numbered."""
     paths = [folder.resolve().parts for folder in folders]
     names: list[str] = []
     for mine in paths:
@@ -449,10 +445,9 @@ def flatten(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def changed_settings(config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the settings of a run that differ from their defaults.
+    """Return the settings of a run that differ from their defaults, as pairs (value, default) by section.key.
 
-    Returns:
-        Pairs (value in the run, default) by section.key; the default of an unknown setting is None.
+    The default of an unknown setting is None.
     """
     defaults = flatten(Config().model_dump(mode="json"))
     return {
@@ -500,6 +495,9 @@ def key_figures(runs: Sequence[NamedRun]) -> list[list[str]]:
         ("median step (ms)", [float(np.median(c.seconds)) * 1e3 for c in columns], "{:,.1f}".format),
         ("samples/s in steps", [c.rate(c.samples) for c in columns], short),
         ("tokens/s in steps", [c.rate(c.tokens) or math.nan for c in columns], short),
+        ("median J per sample", [median_finite(c.j_per_sample) for c in columns], short),
+        ("useful TFLOP/s per rank", [c.mean(c.tflops_per_rank) for c in columns], "{:.3g}".format),
+        ("share of the peak (MFU)", [c.mean(c.mfu) for c in columns], "{:.1%}".format),
         ("ranks", [float(c.world_size[-1]) for c in columns], "{:,.0f}".format),
         *(
             (f"{name} (MB)", [use.peak[name] / 1e6 if use else math.nan for use in uses], "{:,.2f}".format)
@@ -525,8 +523,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a text table with aligned columns.
 
     Args:
-        header: Titles of the columns.
-        rows: Cells of each row, one per column.
+        header, rows: Titles of the columns, and cells of each row.
     """
     header, *rows = [[printable(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]

@@ -6,12 +6,11 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import vl_convert
@@ -26,18 +25,19 @@ from mpitrain.monitor.report.findings import (
     key_figures,
     toml_text,
 )
+from mpitrain.monitor.report.goodput import PARTS
 from mpitrain.monitor.report.reading import RunRecord
 from mpitrain.monitor.report.style import Drawing
+from mpitrain.monitor.report.within_step import memory_in_step
 from mpitrain.monitor.run_files import axis_of
 from mpitrain.storage.disk import reporting, write_whole
-from mpitrain.storage.text import counted, duration, seconds_text, short
+from mpitrain.storage.text import counted, duration, seconds_text, short, with_spaces
 
 SCALE = 1.5  # pixels of a PNG file per pixel of a chart
 MARK = b'content="mpitrain.report"'  # text that identifies an HTML file as a report
 
 
-@dataclass(frozen=True)
-class PageSection:
+class PageSection(NamedTuple):
     """Section of the page: a title, its charts, and HTML that follows the charts (`after`)."""
 
     title: str
@@ -46,11 +46,7 @@ class PageSection:
 
 
 def sections(runs: Sequence[NamedRun]) -> list[PageSection]:
-    """Return the sections of the page in order.
-
-    Args:
-        runs: One run, or several to show in the same charts.
-    """
+    """Return the sections of the page in order."""
     single = len(runs) == 1
     memory = charts.memory_over_time(runs[0]) if single else charts.memory_categories(runs)
     header = ["step time", *(f"p{p}" if p < 100 else "largest" for p in findings.PERCENTILES), "mean"]
@@ -70,8 +66,8 @@ def sections(runs: Sequence[NamedRun]) -> list[PageSection]:
             (charts.throughput(runs), charts.step_time(runs), charts.step_histogram(runs)),
             after=_table(header, spent),
         ),
-        PageSection("Where the time goes", tuple(times)),
-        PageSection("Memory", (memory, charts.memory_bars(runs))),
+        PageSection("Where the time goes", tuple(times), after=_goodput_table(runs)),
+        PageSection("Memory", (memory, memory_in_step(runs), charts.memory_bars(runs))),
         PageSection(
             "Communication",
             (charts.bytes_by_operation(runs), charts.bytes_beside_formula(runs)),
@@ -81,11 +77,7 @@ def sections(runs: Sequence[NamedRun]) -> list[PageSection]:
 
 
 def page(runs: Sequence[NamedRun]) -> str:
-    """Return the text of the whole HTML file, which loads nothing from other files or the network.
-
-    Args:
-        runs: One run, or several to show in the same charts.
-    """
+    """Return the text of the whole HTML file, which loads nothing from other files or the network."""
     parts = sections(runs)
     specs = {d.name: style.spec_of(d.chart) for part in parts for d in part.drawings if d.chart is not None}
     title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs compared"
@@ -212,18 +204,44 @@ def _findings_list(run: RunRecord) -> str:
 def _tiles(run: RunRecord) -> list[tuple[str, str]]:
     columns = run.columns
     loss, held_out = (findings.last_finite(each) for each in (columns.loss, columns.held_out_loss))
-    tokens = columns.rate(columns.tokens)
+    tokens, joules = columns.rate(columns.tokens), findings.median_finite(columns.j_per_sample)
+    tflops, share = columns.mean(columns.tflops_per_rank), columns.mean(columns.mfu)
     tiles = [
         ("steps", f"{int(columns.step[-1]):,}"),
         ("loss", f"{loss:.4f}" if math.isfinite(loss) else "not finite"),
         ("held-out loss", f"{held_out:.4f}" if math.isfinite(held_out) else ""),
         ("median step", seconds_text(float(np.median(columns.seconds)))),
         ("tokens/s in steps" if tokens else "samples/s in steps", short(tokens or columns.rate(columns.samples))),
+        ("median J per sample", short(joules) if math.isfinite(joules) else ""),
+        ("useful TFLOP/s per rank", f"{tflops:.3g}" if math.isfinite(tflops) else ""),
+        ("share of the peak (MFU)", f"{share:.1%}" if math.isfinite(share) else ""),
         ("ranks", f"{int(columns.world_size[-1]):,}"),
+        ("goodput", f"{run.goodput.ratio:.1%}" if run.goodput.wall else ""),
         ("time in steps", duration(float(columns.seconds.sum()))),
         (f"outcome ({counted(len(run.starts), 'start')})", run.starts[-1].outcome if run.starts else ""),
     ]
     return [(name, value) for name, value in tiles if value]
+
+
+def _goodput_table(runs: Sequence[NamedRun]) -> str:
+    """Return a table of the parts of the wall clock, with a column for each run that recorded its starts."""
+    runs = [named for named in runs if named.run.goodput.wall]
+    if not runs:
+        return ""
+    accounts = [named.run.goodput for named in runs]
+    parts = [account.parts() for account in accounts]
+    both = list(zip(parts, accounts, strict=True))
+    rows = [
+        [with_spaces(name), *(f"{each[name]:,.1f} s ({each[name] / a.wall:.1%})" for each, a in both)]
+        for name in PARTS
+        if any(each[name] for each in parts)
+    ]
+    rows.append(["wall clock", *(f"{account.wall:,.1f} s" for account in accounts)])
+    rows.append(["steps recomputed", *(f"{account.recomputed_steps:,}" for account in accounts)])
+    names = [""] if len(runs) == 1 else [named.name for named in runs]
+    return "<p>Wall clock of rank 0 over all starts, by part; goodput is the share of compute:</p>" + _table(
+        ["part", *names], rows
+    )
 
 
 def _traffic_table(named: NamedRun, single: bool) -> str:

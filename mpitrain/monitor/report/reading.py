@@ -18,7 +18,8 @@ from mpitrain.config.toml_file import read_toml
 from mpitrain.errors import InputError
 from mpitrain.monitor.json_lines import RankLine, RankStart, rank_line, read_lines
 from mpitrain.monitor.parts import TIME_CATEGORIES
-from mpitrain.monitor.run_files import SERVER, rank_name, read_events, step_lines
+from mpitrain.monitor.report.goodput import Goodput
+from mpitrain.monitor.run_files import SERVER, rank_name, read_events, read_goodput, step_lines
 from mpitrain.storage.disk import reporting
 from mpitrain.storage.run_folder import CONFIG, RANKS, rank_paths
 
@@ -30,105 +31,73 @@ EVENTS = ("start", "save", "evaluate", "lost", "stop", "end")
 
 @dataclass(frozen=True)
 class StepColumns:
-    """Values of all steps, one array element per step; NaN where a step has no value.
+    """Values of all steps, one array element per step; NaN where a step has no value."""
 
-    Attributes:
-        step: Step numbers, rising.
-        loss: Mean loss over the global batch, in the unit that the start event names.
-        held_out_loss: Mean loss over the held-out samples, in the same unit.
-        lr: Learning rate.
-        grad_norm: L2 norm of the gradients before clipping.
-        seconds: Time of the step in seconds.
-        samples: Number of samples of the global batch.
-        tokens: Number of tokens of the global batch; 0 if samples are not tokens.
-        world_size: Number of ranks.
-        time: End of the step in unix seconds.
-        skipped: 1 if the step made no update, else 0.
-    """
-
-    step: Column
-    loss: Column
-    held_out_loss: Column
+    step: Column  # step numbers, rising
+    loss: Column  # mean loss over the global batch, in the unit that the start event names
+    held_out_loss: Column  # mean loss over the held-out samples, in the same unit
     lr: Column
-    grad_norm: Column
-    seconds: Column
-    samples: Column
-    tokens: Column
+    grad_norm: Column  # L2 norm of the gradients before clipping
+    seconds: Column  # time of the step in seconds
+    samples: Column  # number of samples of the global batch
+    tokens: Column  # number of tokens of the global batch; 0 if samples are not tokens
     world_size: Column
-    time: Column
-    skipped: Column
+    flops: Column  # useful floating-point operations of all ranks
+    tflops_per_rank: Column  # useful TFLOP/s of a rank
+    mfu: Column  # share of the peak of the hardware that these are (model FLOP utilization)
+    time: Column  # end of the step in unix seconds
+    skipped: Column  # 1 if the step made no update, else 0
+    j_per_sample: Column  # joules per sample since the reading before, at steps with a reading
 
     def rate(self, amounts: Column) -> float:
         """Return the sum of `amounts` per second of step time."""
         return float(amounts.sum() / self.seconds.sum())
 
+    def mean(self, values: Column) -> float:
+        """Return the mean of `values` over the time of the steps that have one; NaN if none has."""
+        known = np.isfinite(values)
+        return float(np.average(values[known], weights=self.seconds[known])) if known.any() else math.nan
+
 
 @dataclass(frozen=True)
 class RunEvent:
-    """Event of a run, from a line of events.jsonl.
-
-    Attributes:
-        time: Time in unix seconds.
-        kind: Kind of event, one of `EVENTS`.
-        step: Number of steps done.
-        details: Further values of the line.
-    """
+    """Event of a run, from a line of events.jsonl."""
 
     time: float
     kind: str
     step: int
-    details: Mapping[str, Any]
+    details: Mapping[str, Any]  # further values of the line
 
 
 @dataclass(frozen=True)
 class StartRecord:
-    """Record of one job that worked in the run folder.
+    """Record of one job that worked in the run folder."""
 
-    Attributes:
-        number: Number of the start, from 1.
-        begin: Begin in unix seconds.
-        end: End in unix seconds; for a job without an end event, the time of its last line in any file.
-        ranks: Number of ranks when the job began.
-        first_step: Steps done when the job began.
-        last_step: Steps done when the job ended, as far as known.
-        outcome: done, stopped, failed, killed or running.
-        message: Message of the end event, or an explanation if there is none.
-        facts: Values of the start event.
-    """
-
-    number: int
-    begin: float
-    end: float
-    ranks: int
-    first_step: int
-    last_step: int
-    outcome: str
-    message: str
-    facts: Mapping[str, Any]
+    number: int  # number of the start, from 1
+    begin: float  # in unix seconds
+    end: float  # the same; for a job without an end event, the time of its last line in any file
+    ranks: int  # number of ranks when the job began
+    first_step: int  # steps done when the job began
+    last_step: int  # steps done when the job ended, as far as known
+    outcome: str  # done, stopped, failed, killed or running
+    message: str  # message of the end event, or an explanation if there is none
+    facts: Mapping[str, Any]  # values of the start event
 
 
 @dataclass(frozen=True)
 class MeasuredRank:
-    """Measurements of a rank in its last job, by groups of consecutive steps.
-
-    Attributes:
-        rank: Number of the rank.
-        header: First line of that job in the rank's file.
-        step: Last step of each group.
-        steps: Number of steps in each group.
-        seconds: Sum over each group, by time category; see `TIME_CATEGORIES`.
-        memory: Bytes at the end of each group, by category and for host and device; NaN if not measured.
-        sent: Calls, bytes to the same node and bytes to other nodes, by operation, axis and algorithm.
-        signs: For each job of the rank: begin and last line in unix seconds, and steps done.
-    """
+    """Measurements of a rank in its last job, by groups of consecutive steps."""
 
     rank: int
-    header: RankStart
-    step: Column
-    steps: Column
-    seconds: Mapping[str, Column]
+    header: RankStart  # first line of that job in the rank's file
+    step: Column  # last step of each group
+    steps: Column  # number of steps in each group
+    seconds: Mapping[str, Column]  # sum over each group, by time category; see `TIME_CATEGORIES`
+    # bytes at the end of each group, by category and for host and device; NaN if not measured
     memory: Mapping[str, Column]
+    # calls, bytes to the same node and bytes to other nodes, by operation, axis and algorithm
     sent: Mapping[tuple[str, str, str], Column]
+    # for each job of the rank: begin and last line in unix seconds, and steps done
     signs: tuple[tuple[float, float, int], ...]
 
     @property
@@ -144,25 +113,16 @@ class MeasuredRank:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Contents of a run folder.
-
-    Attributes:
-        folder: Path of the run folder.
-        columns: Values of the steps.
-        events: Events; empty if the run wrote none.
-        starts: Jobs that worked in the folder, according to the events.
-        ranks: Measurements of each rank of the last job.
-        config: Resolved settings, nested; empty if they cannot be read.
-        facts: Machine, versions and model, from the last start event.
-    """
+    """Contents of a run folder."""
 
     folder: Path
     columns: StepColumns
-    events: tuple[RunEvent, ...]
-    starts: tuple[StartRecord, ...]
-    ranks: tuple[MeasuredRank, ...]
-    config: Mapping[str, Any]
-    facts: Mapping[str, Any]
+    events: tuple[RunEvent, ...]  # empty if the run wrote none
+    starts: tuple[StartRecord, ...]  # jobs that worked in the folder, according to the events
+    ranks: tuple[MeasuredRank, ...]  # measurements of each rank of the last job
+    config: Mapping[str, Any]  # resolved settings, nested; empty if they cannot be read
+    facts: Mapping[str, Any]  # machine, versions and model, from the last start event
+    goodput: Goodput  # account of the wall clock over all starts
 
     @property
     def workers(self) -> tuple[MeasuredRank, ...]:
@@ -176,14 +136,7 @@ _SILENCE = 60.0  # seconds without a sign, after which a job without an end coun
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Return the contents of a run folder.
-
-    Args:
-        folder: Path of the run folder.
-
-    Raises:
-        InputError: The run has no finished step, or a file is damaged.
-    """
+    """Return the contents of a run folder. Raises InputError if no step is finished, or a file is damaged."""
     columns = _read_columns(folder)
     lines = (line for line in read_events(folder) if line["event"] in EVENTS)
     events = tuple(RunEvent(line.pop("time"), line.pop("event"), line.pop("step"), line) for line in lines)
@@ -194,7 +147,7 @@ def read_run(folder: Path) -> RunRecord:
         config = read_toml(str(folder / CONFIG))
     except InputError:
         config = facts.get("config") or {}
-    return RunRecord(folder, columns, events, starts, ranks, config, facts)
+    return RunRecord(folder, columns, events, starts, ranks, config, facts, read_goodput(folder))
 
 
 def _read_columns(folder: Path) -> StepColumns:
@@ -276,6 +229,8 @@ def _starts(
                 signs.append(sign_time)
                 steps_done.append(step)
         outcome, message = "killed", "the job ended without an end event"
+        if after < len(events):  # which may have found out why
+            message = str(events[after].details.get("message") or message)
         if ends:
             outcome = str(ends[-1].details.get("outcome", "done"))
             message = str(ends[-1].details.get("message") or "")

@@ -35,7 +35,7 @@ TIME_COLOURS = {
 }  # fmt: skip
 MEMORY_COLOURS = {
     "parameters": "@blue", "gradients": "@orange", "states": "@green", "activations": "@purple", "buffers": "@sky",
-    "other": "@grey",
+    "shared": "@yellow", "other": "@grey",
 }  # fmt: skip
 FOREIGN = ("datasets", "domain", "title")  # keys of a chart with names of runs and metrics, which are never colours
 OUTCOME_COLOURS = {"done": "@green", "stopped": "@sky", "running": "@blue", "failed": "@red", "killed": "@purple"}
@@ -46,21 +46,13 @@ WIDTH, HEIGHT = 760, 240  # pixels of a chart in a PNG file, without its axes
 
 @dataclass(frozen=True)
 class Drawing:
-    """Chart with its title and note.
+    """Chart with its title and note."""
 
-    Attributes:
-        name: Name of its file and of its element in the page.
-        title: Headline.
-        note: Explanation of the chart, or the reason why there is no chart.
-        chart: Chart, or None if the run has no data for it.
-        wide: If true, the chart takes the whole width of the page.
-    """
-
-    name: str
+    name: str  # name of its file and of its element in the page
     title: str
-    note: str
-    chart: alt.TopLevelMixin | None = None
-    wide: bool = True
+    note: str  # explanation of the chart, or the reason why there is no chart
+    chart: alt.TopLevelMixin | None = None  # chart, or None if the run has no data for it
+    wide: bool = True  # if true, the chart takes the whole width of the page
 
 
 def theme(colours: Mapping[str, str]) -> dict[str, Any]:
@@ -152,8 +144,7 @@ def palette(field: str, title: str, colours: Mapping[str, str], rows: Sequence[M
     """Return a colour for each value of a field that occurs in the rows, in the order of `colours`.
 
     Args:
-        field: Name of the field.
-        title: Title of the legend.
+        field, title: Name of the field, and title of the legend.
         colours: Colours by value of the field.
         rows: Rows of the chart.
     """
@@ -166,8 +157,7 @@ def frame(chart: alt.Chart | alt.LayerChart, title: str, height: int = HEIGHT) -
     """Return a chart with a title that is as wide as the page.
 
     Args:
-        chart: Chart to frame.
-        title: Headline.
+        chart, title: Chart to frame, and its headline.
         height: Height in pixels.
     """
     return chart.properties(title=title, width="container", autosize=FIT, height=height)
@@ -208,8 +198,7 @@ def run_colour(names: Sequence[str], title: str = "run") -> alt.Color:
     """Return a colour for each run, with a legend if there are several.
 
     Args:
-        names: Names of the runs.
-        title: Title of the legend.
+        names, title: Names of the runs, and title of the legend.
     """
     return alt.Color("run:N", **_by_run(names, title, RUN_COLOURS))
 
@@ -230,8 +219,7 @@ def dashes(field: str, title: str, patterns: Mapping[str, Sequence[int]], ink: s
     """Return a dash pattern for each value of a field, with a legend.
 
     Args:
-        field: Name of the field.
-        title: Title of the legend.
+        field, title: Name of the field, and title of the legend.
         patterns: Dash patterns by value of the field.
         ink: Colour of the legend's symbols.
     """

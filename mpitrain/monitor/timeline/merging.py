@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import refusing
+from mpitrain.monitor.timeline.curves import StepCurve, highest_curves
 from mpitrain.monitor.timeline.spans import RankTimeline, TimedOperation, TimedSpan, read_ranks
 from mpitrain.storage.disk import reason, replacing, reporting, write_whole
 from mpitrain.storage.run_folder import TIMELINE, rank_paths
@@ -26,29 +27,18 @@ from mpitrain.storage.run_folder import TIMELINE, rank_paths
 
 @dataclass(frozen=True)
 class MergedTimeline:
-    """Result of `merge`.
-
-    Attributes:
-        trace: Path of the trace.
-        summary: Content of summary.json.
-        picture: Path of the picture; None if it could not be drawn.
-        note: Reason why there is no picture, or "".
-    """
+    """Result of `merge`."""
 
     trace: Path
     summary: dict[str, Any]
-    picture: Path | None
-    note: str
+    picture: Path | None  # None if it could not be drawn
+    note: str  # reason why there is no picture, or ""
 
 
 def merge(folder: Path) -> MergedTimeline:
-    """Merge the files of all ranks into one timeline.
+    """Merge the files of all ranks in RUN/timeline/steps-A-B into one timeline.
 
-    Args:
-        folder: Path of RUN/timeline/steps-A-B.
-
-    Raises:
-        InputError: The folder has no such files, or the results cannot be written.
+    Raises InputError if the folder has no such files, or the results cannot be written.
     """
     with refusing(f"{folder} contains a damaged recording", "record the steps again"):
         ranks = timelines(read_ranks(folder))
@@ -79,15 +69,27 @@ def recordings(run: Path) -> list[Path]:
 def timelines(recorded: Sequence[dict[str, Any]]) -> list[RankTimeline]:
     """Return the recordings of all ranks, converted to seconds of rank 0's clock."""
     clocks = [clock_correction(each["offsets"]) for each in recorded]
-    arrivals: dict[
-        tuple[str, int], tuple[float, int]
-    ] = {}  # begin of the last rank's operation, and that rank, by key and sequence
+    # begin of the last rank's operation, and that rank, by key and sequence
+    arrivals: dict[tuple[str, int], tuple[float, int]] = {}
     for each, clock in zip(recorded, clocks, strict=True):
         for row in each["communication"]:
             key, begin = (row[8], row[9]), clock(row[5])
             if row[8] and begin > arrivals.get(key, (float("-inf"), -1))[0]:
                 arrivals[key] = begin, each["rank"]
     return [_timeline(each, clock, arrivals) for each, clock in zip(recorded, clocks, strict=True)]
+
+
+def step_curves(run: Path) -> list[StepCurve]:
+    """Return the memory of each rank within a step of a run folder's last recording; see `highest_curves`.
+
+    Raises InputError if the recording is damaged.
+    """
+    folders = [folder for folder in recordings(run) if any(folder.glob("rank-*.json"))]
+    if not folders:
+        return []
+    folder = max(folders, key=lambda each: max(file.stat().st_mtime for file in each.glob("rank-*.json")))
+    with refusing(f"{folder} contains a damaged recording", "record the steps again"):
+        return highest_curves(timelines(read_ranks(folder)))
 
 
 def clock_correction(offsets: Sequence[Sequence[float]]) -> Callable[[float], float]:
@@ -109,9 +111,8 @@ def _timeline(
         begin, end = clock(begin), clock(end)
         arrived, last = arrivals.get((key, sequence), (begin, recorded["rank"]))
         wait = min(max(0.0, arrived - begin), end - begin)
-        operations.append(
-            TimedOperation(operation, axis, algorithm, inside, between, begin, end, bool(background), wait, last)
-        )
+        figures = (inside, between, begin, end, bool(background), wait, last)
+        operations.append(TimedOperation(operation, axis, algorithm, *figures))
     return RankTimeline(
         recorded,
         [(number, clock(begin), clock(end), times) for number, begin, end, times in recorded["steps"]],
@@ -130,12 +131,14 @@ def describe(merged: MergedTimeline) -> list[str]:
     lines = [f"timeline: {merged.trace} (open it at https://ui.perfetto.dev)"]
     lines.append(f"timeline: {merged.picture}" if merged.picture else f"timeline: {merged.note}")
     lines.append(f"timeline: {under} hidden behind backward")
+    for peak in sorted(merged.summary["memory_peaks"], key=lambda peak: -int(peak["bytes"]))[:1]:
+        largest = f"{peak['bytes'] / 1e6:,.1f} MB of {peak['rank']} in step {peak['step']}"
+        lines.append(f"timeline: the highest peak of memory is {largest}, {peak['where'] or 'outside of modules'}")
     for late in merged.summary["stragglers"][:3]:
         lines.append(f"timeline: each other rank waited {late['others_waited_s']:.3g} s for rank {late['rank']}")
     if servers:
-        lines.append(
-            f"timeline: servers, which are not compared with other ranks: ranks {', '.join(map(str, servers))}"
-        )
+        which = ", ".join(map(str, servers))
+        lines.append(f"timeline: servers, which are not compared with other ranks: ranks {which}")
     if missing := merged.summary["missing_ranks"]:
         lines.append(f"timeline: no recording of ranks {', '.join(map(str, missing))}")
     return lines
@@ -146,11 +149,7 @@ _STRAGGLER_SHARE = 0.05  # of the recorded time; a rank for which the others wai
 
 
 def summarize(ranks: Sequence[RankTimeline]) -> dict[str, Any]:
-    """Return the totals of a timeline as a JSON object. Times are in seconds, sizes in bytes.
-
-    Args:
-        ranks: Timelines of the ranks, in seconds of one clock.
-    """
+    """Return the totals of a timeline as a JSON object. Times are in seconds, sizes in bytes."""
     world_size = ranks[0].recorded["world_size"]
     there = {timeline.rank for timeline in ranks}
     hidden = [hidden_under_backward(timeline) for timeline in ranks]
@@ -167,6 +166,10 @@ def summarize(ranks: Sequence[RankTimeline]) -> dict[str, Any]:
         "communication_under_backward_share": covered / communicated if communicated else None,
         "stragglers": _stragglers(ranks),
         "operations": _operations(ranks),
+        "memory_peaks": [
+            {"rank": c.rank, "step": c.step, "bytes": c.peak_bytes, "where": c.where, "categories": c.nbytes[c.peak]}
+            for c in highest_curves(ranks)
+        ],
         "ranks": [
             {
                 "rank": timeline.rank,
@@ -194,9 +197,8 @@ def hidden_under_backward(timeline: RankTimeline) -> float:
     """
     backward = merge_intervals((s.begin, s.end) for s in timeline.spans if s.kind == "part" and s.name == "backward")
     aside = [(one.begin, one.end) for one in timeline.operations if one.background]
-    foreground = intersect(
-        backward, merge_intervals((one.begin, one.end) for one in timeline.operations if not one.background)
-    )
+    main = merge_intervals((one.begin, one.end) for one in timeline.operations if not one.background)
+    foreground = intersect(backward, main)
     waited = timeline.recorded["waited"].get("backward", 0.0) - sum(end - begin for begin, end in foreground)
     under = sum(overlap(backward, [one]) - overlap(foreground, [one]) for one in aside)
     return max(0.0, under - max(0.0, waited))
@@ -217,8 +219,7 @@ def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
     """Return the total length of the intersection of two lists of intervals.
 
     Args:
-        first: Intervals in order and without overlaps.
-        second: Intervals in order and without overlaps.
+        first, second: Intervals in order and without overlaps.
     """
     return sum(end - begin for begin, end in intersect(first, second))
 
@@ -227,8 +228,7 @@ def intersect(first: Sequence[Interval], second: Sequence[Interval]) -> list[Int
     """Return the intersection of two lists of intervals.
 
     Args:
-        first: Intervals in order and without overlaps.
-        second: Intervals in order and without overlaps.
+        first, second: Intervals in order and without overlaps.
     """
     intersection, a, b = [], 0, 0
     while a < len(first) and b < len(second):
@@ -342,18 +342,12 @@ class _RankEvents:
                 yield self._thread_name("thread_name", _COMMUNICATION + lane, name=name)
             free[lane], thread = one.end, _COMMUNICATION + lane
             arguments = {
-                "operation": one.operation,
-                "axis": one.axis,
-                "algorithm": one.algorithm,
-                "bytes_inside_node": one.inside,
-                "bytes_between_nodes": one.between,
-                "background": one.background,
-                "wait_ms": round(one.wait * 1e3, 4),
-                "last_rank": one.last,
-            }
-            yield self._complete(
-                f"{one.operation} ({one.axis})", "communication", thread, one.begin, one.end, arguments
-            )
+                "operation": one.operation, "axis": one.axis, "algorithm": one.algorithm,
+                "bytes_inside_node": one.inside, "bytes_between_nodes": one.between, "background": one.background,
+                "wait_ms": round(one.wait * 1e3, 4), "last_rank": one.last,
+            }  # fmt: skip
+            name = f"{one.operation} ({one.axis})"
+            yield self._complete(name, "communication", thread, one.begin, one.end, arguments)
             if one.wait > 0.0:
                 name = f"wait for rank {one.last}"
                 yield self._complete(name, "wait", thread, one.begin, one.begin + one.wait, {"last_rank": one.last})
@@ -361,10 +355,7 @@ class _RankEvents:
     def _complete(
         self, name: str, kind: str, thread: int, begin: float, end: float, arguments: dict[str, Any]
     ) -> Event:
-        first, last = (
-            self._nanoseconds(begin),
-            self._nanoseconds(end),
-        )  # both ends are rounded, so that nested events stay nested
+        first, last = self._nanoseconds(begin), self._nanoseconds(end)  # rounded, so that nested events stay nested
         event = self._event(name, "X", thread, first, cat=kind, dur=max(0, last - first) / 1e3)
         return event | ({"args": arguments} if arguments else {})
 
@@ -382,13 +373,9 @@ class _RankEvents:
 
 
 _COLOURS = {
-    "data": "#F0E442",
-    "forward": "#56B4E9",
-    "backward": "#0072B2",
-    "optimizer": "#009E73",
-    "evaluation": "#CC79A7",
+    "data": "#F0E442", "forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#009E73", "evaluation": "#CC79A7",
     "checkpoint": "#999999",
-}
+}  # fmt: skip
 _OPERATION, _WAIT = "#E69F00", "#D55E00"
 _MOST_ROWS = 32  # ranks that are drawn
 _LONGEST_LABEL = 0.04  # share of the width that the name of a step takes
@@ -396,17 +383,7 @@ _MOST_BARS = 20_000  # of each kind and rank
 
 
 def _draw(ranks: Sequence[RankTimeline], summary: dict[str, Any], path: Path) -> None:
-    """Draw a timeline as a PNG file.
-
-    Args:
-        ranks: Timelines of the ranks, in seconds of one clock.
-        summary: Result of `summarize`.
-        path: Path of the picture.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        OSError: The file cannot be written.
-    """
+    """Draw a timeline as a PNG file. Raises ImportError without matplotlib, and OSError if it cannot be written."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -9,7 +9,7 @@ RUN/timeline/steps-A-B/rank-00003.json, with times in seconds of the rank's own 
      "spans": [[kind, name, begin, end, {...}], ...],
      "communication": [[operation, axis, algorithm, inside, between, begin, end, background, key, sequence], ...],
      "waited": {time category: seconds that the main thread waited for other ranks in it},
-     "memory": [[at, {category: bytes}], ...]}
+     "memory": [[at, {category: bytes}], ...]}   where modules and time categories begin and end
 
 The kinds of spans are part (a time category), forward and backward (of a module), and action (of a pipeline).
 """
@@ -43,25 +43,25 @@ class Spans:
         waited: Seconds that the main thread waited for other ranks, by time category.
         dropped: Number of spans that were dropped because the recording was full.
         after_backward: Function that is called with the end of each backward.
+        at_boundary: Function that is called when a time category begins or ends; on an accelerator when it is launched.
     """
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
-        self._modules: list[
-            str
-        ] = []  # alternating direction and name: an object per span would trigger the garbage collector
+        # alternating direction and name: an object per span would trigger the garbage collector
+        self._modules: list[str] = []
         self._times = array("d")  # alternating begin and end
         self.waited: dict[str, float] = {}
         self.dropped = 0
         self.after_backward: Callable[[float], None] = lambda end: None
+        self.at_boundary: Callable[[], None] = lambda: None
 
     def add_category(self, name: str, begin: float, end: float, waited: float) -> None:
         """Record time of a category that has ended.
 
         Args:
             name: Name of the time category.
-            begin: Begin in seconds of `time.perf_counter()`.
-            end: End on the same clock.
+            begin, end: Begin and end in seconds of `time.perf_counter()`.
             waited: Seconds waited for other ranks, including nested categories.
         """
         if name == "backward":
@@ -73,11 +73,8 @@ class Spans:
         """Record a pipeline action that has ended.
 
         Args:
-            kind: Kind of action.
-            stage: Pipeline stage.
-            microbatch: Number of the microbatch.
-            begin: Begin on the host, in seconds of `time.perf_counter()`.
-            end: End on the same clock.
+            kind, stage, microbatch: Kind of action, its pipeline stage and microbatch.
+            begin, end: Begin and end on the host, in seconds of `time.perf_counter()`.
         """
         self._add(("action", kind, begin, end, {"stage": stage, "microbatch": microbatch}))
 
@@ -87,8 +84,7 @@ class Spans:
         Args:
             name: Name of the module.
             direction: "forward" or "backward".
-            begin: Begin on the host, in seconds of `time.perf_counter()`.
-            end: End on the same clock.
+            begin, end: Begin and end on the host, in seconds of `time.perf_counter()`.
         """
         if len(self._modules) < 2 * _MOST:
             self._modules += direction, name
@@ -123,45 +119,33 @@ class TimedSpan:
 
 @dataclass(frozen=True)
 class TimedOperation:
-    """Communication operation of a rank.
+    """Communication operation of a rank."""
 
-    Attributes:
-        operation, axis, algorithm: Names of the operation, its communicator and its algorithm.
-        inside, between: Bytes that this rank sent to ranks of its node, and of other nodes.
-        begin, end: Begin and end in seconds of rank 0's clock.
-        background: True if the main thread continued meanwhile.
-        wait: Seconds until the last participating rank had begun.
-        last: Number of that rank.
-    """
-
+    # operation, axis, algorithm: names of the operation, its communicator and its algorithm
     operation: str
     axis: str
     algorithm: str
+    # inside, between: bytes that this rank sent to ranks of its node, and of other nodes
     inside: int
     between: int
+    # begin, end: begin and end in seconds of rank 0's clock
     begin: float
     end: float
-    background: bool
-    wait: float
-    last: int
+    background: bool  # true if the main thread continued meanwhile
+    wait: float  # seconds until the last participating rank had begun
+    last: int  # number of that rank
 
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """Timeline of a rank, in seconds of rank 0's clock.
+    """Timeline of a rank, in seconds of rank 0's clock."""
 
-    Attributes:
-        recorded: Content of the rank's file.
-        steps: Number, begin, end and seconds by time category of each step.
-        spans: Time categories, modules and pipeline actions.
-        operations: Communication operations.
-        memory: Time and bytes by category of each measurement.
-    """
-
-    recorded: dict[str, Any]
+    recorded: dict[str, Any]  # content of the rank's file
+    # number, begin, end and seconds by time category of each step
     steps: list[tuple[int, float, float, dict[str, float]]]
-    spans: list[TimedSpan]
+    spans: list[TimedSpan]  # time categories, modules and pipeline actions
     operations: list[TimedOperation]
+    # time and bytes by category, where modules and time categories begin and end
     memory: list[tuple[float, dict[str, int]]]
 
     @property
@@ -184,8 +168,7 @@ def recording_folder(run: Path, steps: tuple[int, int]) -> Path:
     """Return the folder for the recording of a range of steps.
 
     Args:
-        run: Path of the run folder.
-        steps: First and last recorded step.
+        run, steps: Path of the run folder, and first and last recorded step.
     """
     return run / TIMELINE / f"steps-{steps[0]}-{steps[1]}"
 
@@ -194,8 +177,7 @@ def write_rank(folder: Path, recording: dict[str, Any]) -> None:
     """Write a rank's recording to its file.
 
     Args:
-        folder: Folder of the recording.
-        recording: Content of the file; see the module.
+        folder, recording: Folder of the recording, and content of the file; see the module.
 
     Raises:
         InputError: The file cannot be written.

@@ -36,7 +36,7 @@ from mpitrain.trainer.trainer import Trainer
 
 _ATTEMPTS = 3  # attempts to list the checkpoints, because a running job may remove some meanwhile
 # settings of a run that define its model and how it is measured
-_USED_SETTINGS = {"model": None, "data": None, "train": ("batch", "microbatch", "precision", "metrics")}
+_USED_SETTINGS = {"model": None, "data": None, "train": ("batch", "microbatch", "precision", "metrics", "average")}
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,10 @@ class Evaluator(Trainer):
             self.engine.finish_load(manifest)
             samples = min(self.request.samples or len(self.data), len(self.data))
             x, y = (torch.from_numpy(some).to(self.device) for some in self.data.read(np.zeros(1, dtype=np.int64)))
-            figures = evaluate_samples(
-                self.config, self.places, self.engine, self.data, self.meter, most=samples, spare=(x, y)
-            )
+            with self.engine.averaged():
+                figures = evaluate_samples(
+                    self.config, self.places, self.engine, self.data, self.meter, most=samples, spare=(x, y)
+                )
         counts = {name: value for name, value in self.meter.counts.items() if name == Confusion.name}
         classes = self.data.description.classes or ()
         matrix = Confusion(len(classes)).matrix(counts[Confusion.name]) if counts else None

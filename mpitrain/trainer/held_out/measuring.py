@@ -47,7 +47,7 @@ from mpitrain.models.metrics import (
 from mpitrain.models.task import Task
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.vocabulary import evaluate_scores, gather_scores
-from mpitrain.trainer.data import GroupPlaces, microbatches
+from mpitrain.trainer.data import GroupPlaces
 from mpitrain.trainer.engine import Engine
 
 DIRECTION = "higher_is_better"  # attribute of a user's metric
@@ -471,15 +471,15 @@ def evaluate_samples(
         x_of, y_of = places.mesh.take(batch.x, batch.y)
         size = min(config.train.batch, chosen - batch.position)
         done = 0
-        for worker, (lo, hi) in enumerate(workers.worker_samples(size)):
-            meter.worker, place = worker, batch.position + batch.first + lo
-            for x, y in microbatches(x_of[lo:hi], y_of[lo:hi], microbatch):
+        for meter.worker, each in enumerate(workers.microbatches(size, microbatch)):
+            for lo, hi in each:
+                x, y = x_of[lo:hi], y_of[lo:hi]
                 loss = engine.evaluate(x, y, meter.see)
                 count = engine.count(x, y)
-                losses[worker, 0] += loss.double() * count
-                losses[worker, 1] += count
-                parts.add(worker, place, x, y, loss, count)
-                place, done = place + len(x), done + 1
+                losses[meter.worker, 0] += loss.double() * count
+                losses[meter.worker, 1] += count
+                parts.add(meter.worker, batch.position + batch.first + lo, x, y, loss, count)
+                done += 1
         for _ in range(done, workers.rounds(size, microbatch)):
             engine.evaluate(*spare)
         parts.end_batch(engine, batch.position, size, spare)

@@ -73,7 +73,7 @@ class Synchronous(Strategy):
             trainer.say(trainer.engine.note)
         start = trainer.position
         with batches(config, workers.share, trainer.data, start, trainer.device, step=trainer.step) as loader:
-            coming = on_device(loader, trainer.device)
+            coming, trainer.upcoming = on_device(loader, trainer.device), None
             while True:
                 began = time.perf_counter()
                 step = _take_step(trainer, coming, trainer.batch_sizes.size(trainer.step))
@@ -86,7 +86,8 @@ def _take_step(trainer: Run, coming: Iterator[Batch], samples: int) -> Step:
     clock, trainer.samples = trainer.engine.clock, samples
     clock.step(trainer.step + 1)
     with clock.data:
-        batch = next(coming)
+        batch = trainer.upcoming if trainer.upcoming is not None else next(coming)
+        trainer.upcoming = next(coming) if trainer.begins_next_step else None
     return trainer.train_step(batch)
 
 

@@ -43,7 +43,7 @@ from mpitrain.trainer.saving import SaveSchedule
 
 _UNSUPPORTED = {  # settings that must have their default in this mode
     *("parallel.pipeline", "parallel.tensor", "parallel.zero", "parallel.offload", "parallel.offload_parameters"),
-    *("run.reproducible", "comm.compression", "comm.parameter_compression", "model.compile"),
+    *("run.reproducible", "comm.compression", "comm.parameter_compression", "comm.rings", "model.compile"),
 }
 _PATIENCE = 10.0  # seconds to wait for the end of a server's thread
 

@@ -10,7 +10,9 @@ import shlex
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,16 @@ from mpitrain.early import __version__
 from mpitrain.errors import EXIT_REQUEUE, InputError, MpitrainError, echo
 from mpitrain.layout.mesh import axes_of, count_readers, shape_of
 from mpitrain.models.build import loss_unit
-from mpitrain.monitor import EventLog, peak_memory_bytes
+from mpitrain.monitor import EventLog, peak_memory_bytes, read_goodput
+from mpitrain.monitor.energy import add_energy, energy_text
+from mpitrain.monitor.memory import out_of_memory_kills
+from mpitrain.planner.out_of_memory import explain_killed
 from mpitrain.storage import proc
-from mpitrain.storage.text import align_rows, counted, duration, rates_text, short, with_spaces
+from mpitrain.storage.text import align_rows, arithmetic_text, counted, duration, rates_text, short, with_spaces
 from mpitrain.trainer.folder import AGAIN
 from mpitrain.trainer.held_out.measuring import LOSS
-from mpitrain.trainer.recording.records import figure
+from mpitrain.trainer.recording.records import Records, figure
+from mpitrain.trainer.recording.starting import StartTimes, queue_times
 from mpitrain.trainer.run import Callback, Run, Step
 from mpitrain.trainer.stopping import LearningCheck
 
@@ -47,7 +53,9 @@ class Console(Callback):
         self._learning = learning
         self._loss = math.nan
         self._held_out: dict[str, str] = {}
+        self._energy: dict[str, float] = {}  # sum of the records in metrics.jsonl
         self._step_seconds = 0.0  # sum over the steps of this job, as in metrics.jsonl
+        self._counted_seconds = self._tflop = self._peaks = 0.0  # the same sum, multiplied with TFLOP/s and with MFU
 
     def on_fit_start(self, trainer: Run) -> None:
         if trainer.start is not None:  # the job continues after a loss of ranks
@@ -64,6 +72,11 @@ class Console(Callback):
     def on_step_end(self, trainer: Run, step: Step) -> None:
         self._loss = step.loss
         self._step_seconds += step.seconds
+        self._energy = add_energy(self._energy, step.extras.get("energy", {}))
+        if "flops" in step.extras:
+            self._counted_seconds += step.seconds
+            self._tflop += step.extras["tflops_per_rank"] * step.seconds
+            self._peaks += step.extras.get("mfu", 0.0) * step.seconds
         if step.held_out_loss is not None:
             self._held_out = {with_spaces(n): figure(n, value) for n, value in trainer.figures.items()}
 
@@ -84,9 +97,15 @@ class Console(Callback):
         if trainer.skipped:
             rows.append(("skipped", f"{counted(trainer.skipped, 'step')}, because gradients were not finite"))
         rows.append(("throughput", rates_text(rate, rate * trainer.tokens) if rate else "none"))
+        if seconds := self._counted_seconds:
+            rows.append(("arithmetic", arithmetic_text(self._tflop / seconds, self._peaks / seconds)))
         took = duration(time.monotonic() - trainer.began)
         rows.append(("time", f"{took}, of which {duration(self._step_seconds)} in {taken}"))
+        if trainer.goodput is not None:
+            rows.append(("goodput", trainer.goodput.describe()))
         rows.append(("peak memory", f"at most {short(peak)}B per rank"))
+        if energy := energy_text(self._energy):
+            rows.append(("energy", energy))
         rows.append(("run folder", str(trainer.folder.path)))
         if stopped or not series.bad:
             rows.append(("resume" if stopped else "continue", resume))
@@ -128,7 +147,7 @@ def banner(trainer: Run) -> str:
     """Return the lines that a run prints first."""
     config, properties = trainer.config, properties_of(trainer)
     columns = count_readers(axes_of(config.parallel), properties["ranks"])
-    share = -(-config.train.batch // columns)
+    share = max(uneven_shares(trainer), default=-(-config.train.batch // columns))
     data = " + ".join(filter(None, data_paths(config)))
     nodes, threads = counted(properties["nodes"], "node"), counted(properties["threads"], "thread")
     samples = f"{len(trainer.data):,} for training"
@@ -154,6 +173,13 @@ def banner(trainer: Run) -> str:
     return f"mpitrain {properties['version']}\n{align_rows([row for row in rows if row[1]])}"
 
 
+def uneven_shares(trainer: Run) -> list[int]:
+    """Return the samples of a batch on each rank that reads different ones, if they depend on speeds; else nothing."""
+    workers = trainer.places.workers
+    bounds = workers.bounds(trainer.config.train.batch) if workers.speeds else ()
+    return [hi - lo for lo, hi in pairwise(bounds)]
+
+
 def parallel_text(trainer: Run) -> str:
     """Return a few words about how the ranks divide the work; empty on one rank."""
     config, ranks, words = trainer.config, trainer.world.size, []
@@ -167,12 +193,14 @@ def parallel_text(trainer: Run) -> str:
         words.append(f"zero {trainer.engine.sharding.zero} (auto)")
     elif parallel.zero not in ("auto", 0):
         words.append(f"zero {parallel.zero}")
+    if shares := uneven_shares(trainer):
+        words.append(f"shares of {min(shares):,} to {max(shares):,} samples")
     if config.comm.compression != "none":
         words.append(f"compression {config.comm.compression}")
     if config.comm.parameter_compression != "none":
         words.append(f"parameters gathered as {config.comm.parameter_compression}")
     if config.train.recompute:
-        words.append("recompute")
+        words.append("recompute" if config.train.recompute is True else f"recompute {config.train.recompute}")
     if config.run.reproducible:
         words.append(f"{config.run.workers} virtual workers")
     return ", ".join(words)
@@ -185,12 +213,16 @@ class EventRecords(Callback):
     last callback, so that the time between the end of a step and its save is that of the save.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, start: StartTimes, records: Records) -> None:
+        """Store the callbacks that know how long the start took, and which steps are done again."""
+        self._start, self._records = start, records
+        self._updated: Step  # the step that is evaluated, since `on_update`
         self._log: EventLog | None = None
         self._step_ended = 0.0  # time.perf_counter() at the end of the last step, before it was saved
         self._outcome = ""  # outcome of the training; empty while it is not finished
         self._peak = 0  # largest peak memory of any rank, in bytes
         self._error: BaseException | None = None
+        self._kills: dict[str, dict[str, int]] = {}  # see `gather_kills`; as training began, with the ranks it has
         self._has_warned = False  # true after the warning about a missing line
 
     def on_fit_start(self, trainer: Run) -> None:
@@ -199,16 +231,32 @@ class EventRecords(Callback):
             self._close()
         elif self._log is None:
             self._log = EventLog(trainer.folder.path)
+        trainer.goodput = None
+        if self._log is not None:
+            if self._records.discarded:
+                self._write(trainer, "discard", **self._records.discarded)
+            with suppress(InputError):  # a damaged file costs the account, not the training
+                trainer.goodput = read_goodput(trainer.folder.path)
+        # here, because all ranks meet here, after a loss too; at a step, servers and other groups are elsewhere
+        self._kills = gather_kills(trainer)
         if trainer.start is None:
-            self._write(trainer, "start", **start_fields(trainer))
+            fields = start_fields(trainer) | {"hosts": list(self._kills), "oom_kills": self._kills}
+            fields |= self._explain_kill(trainer)
+            start_s = {name: round(seconds, 3) for name, seconds in self._start.parts.items()}
+            self._write(trainer, "start", **fields, start_s=start_s, **queue_times())
+
+    def on_update(self, trainer: Run, step: Step) -> None:
+        self._updated = step
 
     def on_evaluate(self, trainer: Run, loss: float) -> None:
         metrics = {name: value for name, value in trainer.figures.items() if name != LOSS}
-        self._write(trainer, "evaluate", loss=loss, metrics=metrics)
+        seconds = time.monotonic() - self._updated.met
+        self._write(trainer, "evaluate", loss=loss, metrics=metrics, seconds=seconds)
 
     def on_step_end(self, trainer: Run, step: Step) -> None:
         if step.lost:
-            self._write(trainer, "lost", ranks=list(step.lost), recovered_s=step.extras.get("recovered_s"))
+            reason = self._explain_kill(trainer, step.lost) | {"oom_kills": self._kills}
+            self._write(trainer, "lost", ranks=list(step.lost), recovered_s=step.extras.get("recovered_s"), **reason)
         if step.together and trainer.last_step and trainer.step < trainer.config.train.steps:
             self._write(trainer, "stop", reason=trainer.stop_reason)
         self._step_ended = time.perf_counter()
@@ -236,15 +284,31 @@ class EventRecords(Callback):
             self._write(trainer, "end", outcome=outcome, message=message, seconds=seconds, peak_memory_bytes=peak)
         self._close()
 
+    def _explain_kill(self, trainer: Run, lost: Sequence[int] = ()) -> dict[str, str]:
+        """Say on rank 0 that the kernel killed ranks because memory was full, and return this as an event's message.
+
+        Args:
+            trainer: The trainer.
+            lost: Ranks that died, if training continues without them.
+        """
+        with suppress(InputError):  # a damaged file costs the explanation, not the training
+            if self._log is not None and (message := explain_killed(trainer.folder.path, self._kills, lost)):
+                trainer.say(f"mpitrain: {message}")
+                return {"message": message}
+        return {}
+
     def _write(self, trainer: Run, event: str, **fields: Any) -> None:
         if self._log is None:
             return
         try:
-            self._log.write(event, trainer.step, **fields)
+            line = self._log.write(event, trainer.step, **fields)
         except InputError as error:
             if not self._has_warned:
                 self._has_warned = True
                 trainer.folder.log.warning("%s; training continues, but events are missing in that file", error)
+        else:
+            if trainer.goodput is not None:
+                trainer.goodput.add_event(line)
 
     def _close(self) -> None:
         if self._log is not None:
@@ -252,17 +316,28 @@ class EventRecords(Callback):
             self._log = None
 
 
+def gather_kills(trainer: Run) -> dict[str, dict[str, int]]:
+    """Return the kernel's counters of processes killed for want of memory, by host (`out_of_memory_kills`).
+
+    Collective.
+    """
+    kills: dict[str, dict[str, int]] = {}
+    for host, counts in trainer.world.all_gather_object((socket.gethostname(), out_of_memory_kills())):
+        kills.setdefault(host, {}).update(counts)
+    return kills
+
+
 def start_fields(trainer: Run) -> dict[str, Any]:
     """Return the fields of the event `start`, which describe run and machine. Collective."""
     config = trainer.config
     return properties_of(trainer) | {
-        "hosts": list(dict.fromkeys(trainer.world.all_gather_object(socket.gethostname()))),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "cpu": processor_name() or platform.machine(),
         "cores": os.cpu_count() or 0,
         "loss_unit": loss_unit(config.model, trainer.data.description),
         "parallel": parallel_text(trainer),
+        "shares": uneven_shares(trainer),
         "resumed_step": trainer.resumed_step,
         "config": config.model_dump(mode="json"),
     }
@@ -319,6 +394,11 @@ def doubtful_settings(config: Config, *, columns: int, on_cpu: bool, flags: froz
     if optim.lr_end > optim.lr:
         warnings.append(
             f"optim.lr_end {optim.lr_end:g} is above optim.lr {optim.lr:g}, so the rate rises; lower optim.lr_end"
+        )
+    if train.average != "none" and train.average_start >= train.steps > 0:
+        warnings.append(
+            f"train.average_start {train.average_start} leaves out all of train.steps {train.steps}, so nothing is "
+            "averaged; lower it"
         )
     sizes = train.batch_sizes
     least = min(sizes.after(0))

@@ -34,14 +34,15 @@ from typing import Any
 
 from mpitrain.comm.compression import Compression
 from mpitrain.comm.job.traffic import bytes_sent
-from mpitrain.comm.memory.device import is_accelerator, memory_bytes
+from mpitrain.config.training import TrainSection, recomputes_stages
 from mpitrain.layout.mesh import LAYERS, PARTS
 from mpitrain.monitor import MetricsWriter, Progress, peak_memory_bytes
-from mpitrain.monitor.memory import host_memory_bytes
-from mpitrain.monitor.run_files import HELD_OUT, RankWriter
+from mpitrain.monitor.json_lines import StepTimes
+from mpitrain.monitor.run_files import HELD_OUT, SERVER, RankWriter
 from mpitrain.monitor.trackers import Tracking, requested_trackers
 from mpitrain.parallel.costs import AxisExchange, Divided
 from mpitrain.parallel.layouts import in_layers
+from mpitrain.parallel.recompute import segments
 from mpitrain.planner.counted import BlockObservation, observe
 from mpitrain.planner.subject import Subject
 from mpitrain.shard.flat import bucket_indices
@@ -50,6 +51,7 @@ from mpitrain.shard.sharding import Sharding
 from mpitrain.storage.text import with_spaces
 from mpitrain.trainer.data import gather_ids, microbatch_size
 from mpitrain.trainer.held_out.measuring import LOSS
+from mpitrain.trainer.memory import measure_rank
 from mpitrain.trainer.run import Callback, Run, Step
 
 
@@ -65,9 +67,15 @@ class Records(Callback):
     """Writes rank 0's line in metrics.jsonl, figures for trackers, and progress on the terminal for each step.
 
     After ranks were lost, the new rank 0 continues the same files.
+
+    Attributes:
+        discarded: Steps that are done again from here on; see `MetricsWriter`.
     """
 
     def __init__(self) -> None:
+        self.discarded: dict[str, Any] = {}
+        self._clock: dict[str, float] = {}  # seconds by time category before the step
+        self._spent: dict[str, float] = {}  # seconds of waiting for data and for other ranks during the step
         self._metrics: MetricsWriter | None = None
         self._tracking: Tracking | None = None
         self._progress: Progress | None = None
@@ -81,11 +89,25 @@ class Records(Callback):
             requested_trackers(config.monitor), partial(_warn, trainer)
         )  # may fail, so before files change
         self._metrics = MetricsWriter(trainer.folder.path, resumed)
+        self.discarded, self._clock = self._metrics.discarded, trainer.engine.clock.totals()
         tracking.start(trainer.folder.path, config.model_dump(mode="json"), resumed)
         self._tracking = tracking
         unit = "tokens" if trainer.tokens else "samples"
         self._progress = Progress(config.train.steps, trainer.step, config.monitor.every, unit=unit)
         trainer.print = self._progress.print_line
+
+    def on_update(self, trainer: Run, step: Step) -> None:
+        if self._metrics is None or trainer.strategy.role(trainer.world.rank) == SERVER:
+            return
+        now = trainer.engine.clock.totals()
+        self._spent = {
+            name: round(now[category] - self._clock[category], 6)
+            for name, category in (("data_s", "data"), ("wait_s", "communication"))
+        }
+
+    def on_step_done(self, trainer: Run, step: Step) -> None:
+        if self._metrics is not None:
+            self._clock = trainer.engine.clock.totals()
 
     def on_step_end(self, trainer: Run, step: Step) -> None:
         if step.number - 1 == trainer.start:
@@ -109,7 +131,10 @@ class Records(Callback):
             "tokens_per_s": tokens / step.seconds,
             "memory_bytes": peak_memory_bytes(trainer.device),
             "world_size": trainer.world.size,
-        }
+        } | self._spent
+        if trainer.goodput is not None:
+            trainer.goodput.add_step(StepTimes.model_construct(step=step.number, skipped=step.skipped, **figures))
+            figures["goodput"] = round(trainer.goodput.ratio, 4)
         figures |= step.extras
         self._metrics.write(step=step.number, **figures)
         self._tracking.log(step.number, figures)
@@ -209,7 +234,7 @@ class RankRecords(Callback):
         record: dict[str, Any] = {"seconds": {k: round(v, 7) for k, v in trainer.engine.clock.read().items()}}
         record["sent"] = self._sent_since(trainer)
         if now >= self._next_memory or trainer.last_step:
-            record["memory"] = memory(trainer)
+            record["memory"] = measure_rank(trainer.engine.memory(), trainer.device)
             self._next_memory = now + max(_MEMORY_EVERY, _MEMORY_COST * (time.monotonic() - now))
         if now - self._metered_at >= _METER_EVERY:
             trainer.engine.metering = True
@@ -239,21 +264,6 @@ class RankRecords(Callback):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-def memory(trainer: Run) -> dict[str, int]:
-    """Return the bytes of this rank by category; `other` is the rest of its host memory."""
-    account, device = trainer.engine.memory(), trainer.device
-    host, on_device = host_memory_bytes(), is_accelerator(device)
-    known = account.host if on_device else account.total
-    categories = {
-        name: getattr(account, name) for name in ("parameters", "gradients", "states", "activations", "buffers")
-    }
-    return categories | {
-        "other": max(0, host - known),
-        "host": host,
-        "device": memory_bytes(device) if on_device else 0,
-    }
 
 
 def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
@@ -288,7 +298,8 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
         expected[mesh.replicas.label] = data_bytes(engine.sharding, workers.rounds(samples, microbatch), staged=staged)
     if mesh.readers.size == mesh.world.size or trainer.own_model:
         return expected
-    share = sum(hi - lo for lo, hi in workers.worker_samples(samples))
+    first, last = workers.share(samples)
+    share = last - first
     size = min(microbatch or share, share)
     try:
         names, blocks = _observe_blocks(trainer, size)
@@ -303,7 +314,7 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
         own_blocks = pipeline.blocks if pipeline is not None else range(len(blocks))
         passes: list[Sequence[AxisExchange]] = [(*blocks[n].forwards, *blocks[n].backwards) for n in own_blocks]
         if trainer.config.train.recompute:
-            passes += [_recompute_exchanges(names[number], blocks[number], staged) for number in own_blocks]
+            passes += _recompute_exchanges(trainer.config.train, names, blocks, own_blocks, staged=staged)
         exchanges = [each for some in passes for each in some]
         for axis in inside:
             sent = (bytes_sent(e.operation, e.nbytes, mesh.shape[axis]) for e in exchanges if e.axis == axis)
@@ -311,15 +322,40 @@ def expected_bytes(trainer: Run, samples: int) -> dict[str, float]:
     return expected
 
 
-def _recompute_exchanges(name: str, block: BlockObservation, staged: bool) -> Sequence[AxisExchange]:
-    """Return the exchanges of a block when it is recomputed for backward.
+def _recompute_exchanges(
+    train: TrainSection,
+    names: Sequence[str],
+    blocks: Sequence[BlockObservation],
+    own_blocks: Sequence[int],
+    *,
+    staged: bool,
+) -> list[Sequence[AxisExchange]]:
+    """Return the exchanges of this rank's blocks when they are recomputed for backward.
 
-    A pipeline stage is recomputed as a whole. Otherwise each block of a list is recomputed up to the last tensor that
-    backward needs, which excludes the block's last exchange.
+    If train.recompute is true, a pipeline stage is recomputed as a whole, unless its activations are partitioned or
+    offloaded. Otherwise each segment of a list's blocks is recomputed up to the last tensor that backward needs, which
+    excludes the last exchange of the segment. Partitioned inputs of segments are gathered first.
+
+    Args:
+        train: The settings [train].
+        names: Name of each block of the model.
+        blocks: Exchanges of each block.
+        own_blocks: Numbers of this rank's blocks.
+        staged: If true, the model is divided into the stages of a pipeline.
     """
-    if staged:
-        return block.forwards
-    return block.forwards[:-1] if name.rpartition(".")[2].isdigit() else ()
+    if staged and recomputes_stages(train):
+        return [blocks[number].forwards for number in own_blocks]
+    listed = [number for number, name in enumerate(names) if name.rpartition(".")[2].isdigit()]
+    exchanges: list[Sequence[AxisExchange]] = []
+    for segment in segments(train.recompute, len(listed)):
+        mine = [listed[n] for n in segment if listed[n] in own_blocks]
+        # other stages may be between two blocks
+        ends = [n for n in mine if n + 1 not in mine]
+        if train.partition_activations:
+            begins = [blocks[n] for n in mine if n - 1 not in mine]
+            exchanges.append([AxisExchange("all_gather", round(block.input_bytes)) for block in begins])
+        exchanges += [blocks[n].forwards[:-1] if n in ends else blocks[n].forwards for n in mine]
+    return exchanges
 
 
 def _observe_blocks(trainer: Run, samples: int) -> tuple[list[str], list[BlockObservation]]:

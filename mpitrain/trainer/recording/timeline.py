@@ -29,13 +29,14 @@ from mpitrain.errors import CommunicationError, InputError
 from mpitrain.monitor.timeline.merging import describe, merge
 from mpitrain.monitor.timeline.spans import Spans, recording_folder, write_rank
 from mpitrain.trainer.folder import agree_on_errors
-from mpitrain.trainer.recording.records import memory
+from mpitrain.trainer.recording.step_memory import StepMemory
 from mpitrain.trainer.run import Callback, Run, Step
 
 _Report = Callable[[str, str, float, float], None]  # name, "forward" or "backward", begin, end
 _HOOKS_MAY_COST = 0.01  # largest share of the time of forward and backward
 _UNKNOWN = 0.05  # seconds of forward and backward to assume before the first step
 _CALL_COST = 35e-6  # upper bound of the seconds that hooks add to a call and its backward
+_TENSOR_COST = 10e-6  # upper bound of the seconds that recording a tensor adds, from when autograd keeps it until freed
 _TRANSPARENT = (nn.ModuleList, nn.ModuleDict)  # containers, which are not called themselves
 # modules that compute differently in evaluation if they have hooks
 _UNSAFE_WITH_HOOKS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
@@ -68,10 +69,16 @@ class ModuleHooks:
     Args:
         modules: Names and modules.
         report: Called for each call and each backward pass.
+        sample: Called with the time at each begin and end of these.
     """
 
-    def __init__(self, modules: Sequence[tuple[str, nn.Module]], report: _Report) -> None:
-        self._report, self._on = report, True
+    def __init__(
+        self,
+        modules: Sequence[tuple[str, nn.Module]],
+        report: _Report,
+        sample: Callable[[float], None] = lambda at: None,
+    ) -> None:
+        self._report, self._sample, self._on = report, sample, True
         self._forward: list[_Call] = []  # calls under way
         self._backward: list[tuple[_Call, float]] = []  # calls whose backward is under way, with its begin
         self._handles: list[Any] = []
@@ -101,6 +108,7 @@ class ModuleHooks:
     def _before(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         call = _Call(name, self._forward[-1] if self._forward else None, time.perf_counter())
         self._forward.append(call)
+        self._sample(call.begin)
         if torch.is_grad_enabled():
             x = _first_tensor(args)
             if x is not None and x.requires_grad and not self._has_end_hook(x, call):
@@ -111,7 +119,9 @@ class ModuleHooks:
         if not self._forward:
             return
         call = self._forward.pop()
-        self._report(call.name, "forward", call.begin, time.perf_counter())
+        end = time.perf_counter()
+        self._report(call.name, "forward", call.begin, end)
+        self._sample(end)
         if torch.is_grad_enabled():
             y = _first_tensor((output,))
             if y is not None and y.grad_fn is not None:
@@ -142,6 +152,7 @@ class ModuleHooks:
         if not self._on:
             return
         now, under_way = time.perf_counter(), self._backward
+        self._sample(now)
         depth = len(under_way)
         while depth and not (call.inside(under_way[depth - 1][0]) or under_way[depth - 1][0].inside(call)):
             depth -= 1
@@ -156,7 +167,9 @@ class ModuleHooks:
         """End the backward of a call, because the gradient of its input is ready."""
         for number, (other, _) in enumerate(self._backward):
             if other is call:
-                self._end_down_to(number, time.perf_counter())
+                now = time.perf_counter()
+                self._sample(now)
+                self._end_down_to(number, now)
                 return
 
     def _end_down_to(self, depth: int, end: float) -> None:
@@ -203,15 +216,16 @@ def levels_of(module: nn.Module) -> list[list[tuple[str, nn.Module]]]:
     return levels
 
 
-def affordable_levels(levels: Sequence[Sequence[object]], calls: int, seconds: float) -> int:
+def affordable_levels(levels: Sequence[Sequence[object]], calls: int, seconds: float, each: float) -> int:
     """Return the number of levels, at least one, whose hooks take at most `seconds` in a step.
 
     Args:
         levels: Return value of `levels_of`.
         calls: Calls of each module in a step.
         seconds: Largest time of all hooks in a step.
+        each: Time of the hooks of a call and its backward.
     """
-    within = sum(modules * calls * _CALL_COST <= seconds for modules in accumulate(map(len, levels)))
+    within = sum(modules * calls * each <= seconds for modules in accumulate(map(len, levels)))
     return min(len(levels), max(1, within))
 
 
@@ -232,11 +246,18 @@ class Recording:
         levels = levels_of(engine.module)
         microbatch = trainer.config.train.microbatch or trainer.samples
         calls = max(1, -(-trainer.samples // (trainer.mesh.readers.size * microbatch)))
-        self.depth = min(world.all_gather_object(affordable_levels(levels, calls, _HOOKS_MAY_COST * step_seconds)))
+        self._memory = StepMemory(trainer)
+        passes = calls if engine.pipeline is None else 1  # a pipeline's meter counts the tensors of the whole batch
+        seconds = _HOOKS_MAY_COST * step_seconds - passes * engine.meter.tensors * _TENSOR_COST
+        affordable = affordable_levels(levels, calls, seconds, _CALL_COST + 4 * self._memory.seconds)
+        self.depth = min(world.all_gather_object(affordable))
         self._offsets = [self.offset()]
-        self._hooks = ModuleHooks([named for level in levels[: self.depth] for named in level], self.spans.module)
+        modules = [named for level in levels[: self.depth] for named in level]
+        self._hooks = ModuleHooks(modules, self.spans.module, self._memory.sample)
         self.spans.after_backward = self._hooks.end_of_backward
-        self._unix, self._memory = time.time(), [self._sample_memory()]
+        self.spans.at_boundary = lambda: self._memory.sample(time.perf_counter())
+        self._unix = time.time()
+        self._memory.start()
         engine.clock.skip()  # the time since the last step belongs to no step
         engine.clock.steps, engine.clock.listener = [], self.spans
         world.journal.record(True)
@@ -244,9 +265,6 @@ class Recording:
     def offset(self) -> list[float]:
         """Compare clocks; return this rank's time, the offset to add to it, and the error bound. Collective."""
         return list(offset_of(self._trainer.world, lambda: self._clock(time.perf_counter())))
-
-    def _sample_memory(self) -> tuple[float, dict[str, int]]:
-        return time.perf_counter(), memory(self._trainer)
 
     def stop(self) -> dict[str, Any]:
         """Stop recording, and return the record. Not collective."""
@@ -257,7 +275,7 @@ class Recording:
         self._hooks.remove()
         operations = trainer.world.journal.take()
         trainer.world.journal.record(False)
-        self._memory.append(self._sample_memory())
+        self._memory.stop()
         at = self._clock
         rows = []
         ends = [*steps[1:], (0, end, totals)] if steps else []  # a pure server takes no steps
@@ -278,7 +296,7 @@ class Recording:
             "spans": [[kind, name, at(b), at(e), more] for kind, name, b, e, more in self.spans.all()],
             "communication": [[*one[:5], at(one.begin), at(one.end), *one[7:]] for one in operations],
             "waited": self.spans.waited,
-            "memory": [[at(when), figures] for when, figures in self._memory],
+            "memory": [[at(when), figures] for when, figures in self._memory.rows()],
             "offsets": self._offsets,
         }
 

@@ -364,8 +364,8 @@ def place_on_mesh(
             )
         return chosen
 
-    parallel, recompute = config.parallel, config.train.recompute
-    divided = divide(ModelPart(model, parallel, criterion, parallel.cut, device, recompute, plan, blocks), mesh)
+    part = ModelPart(model, config.parallel, criterion, config.parallel.cut, device, config.train, plan, names=blocks)
+    divided = divide(part, mesh)
     if whole:
         if own_loss is None and (blocks or plan is not None or hasattr(model, "pipeline_blocks")):
             own_loss = before  # as it would be with stages

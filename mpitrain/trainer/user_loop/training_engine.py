@@ -83,9 +83,9 @@ class TrainingEngine:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Use the model's random generators of this step, and explain an error of exhausted device memory."""
+        """Use the model's random generators of this step, and explain an error of exhausted memory."""
         drawing = self._draws.drawing(self.steps) if self._draws is not None else nullcontext()
-        with explain_out_of_memory(self.device), drawing:
+        with explain_out_of_memory(self.device, lambda: self._engine), drawing:
             yield
 
     @property
@@ -147,7 +147,7 @@ class TrainingEngine:
         self._pending = True
         if self._passes == 0:
             self._engine.sharding.gradients.zero()
-        with explain_out_of_memory(self.device):
+        with explain_out_of_memory(self.device, lambda: self._engine):
             self._engine.backward(loss * weight, reduce=self.at_boundary)
 
     def step(self) -> bool:
@@ -173,7 +173,7 @@ class TrainingEngine:
 
     def _update(self) -> None:
         """Update the parameters with the gradients of a whole step, and advance scheduler and counters."""
-        with explain_out_of_memory(self.device):
+        with explain_out_of_memory(self.device, lambda: self._engine):
             result = self._engine.step(self._next_rate())
         if self._scheduler is not None and not result.skipped:
             self._scheduler.step()
@@ -251,7 +251,7 @@ class TrainingEngine:
         on = self.device if self._engine.pipeline is None else CPU  # a pipeline returns its losses on the host
         sums = torch.zeros(2, dtype=torch.float64, device=on)
         for batch in batches:
-            with explain_out_of_memory(self.device):
+            with explain_out_of_memory(self.device, lambda: self._engine):
                 x, y = to_device(as_pair(batch), self.device)
                 self._engine.counted = partial(counted, self._loss) if counts_targets(self._loss, y) else None
                 count = self._engine.count(x, y)
