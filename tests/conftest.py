@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support import PATIENCE, RANK, ROOT, in_slice, require_pretend
+from support import DEVICE, PATIENCE, RANK, ROOT, in_slice, shown_device
 
 from mpitrain.early import without_collecting
 
@@ -30,7 +30,7 @@ LABEL = os.environ.get("MPITRAIN_TEST_LABEL", "")
 FOLDER = Path(os.environ.get("MPITRAIN_TESTS", ".tests"))
 OPERATION_TIMEOUT = 60.0 * PATIENCE  # seconds
 _FAILURE = pytest.StashKey[str]()
-ON_PRETEND = (2, 3)  # sizes at which tests on the simulated accelerator run, if they run at one of these
+ON_DEVICE = (2, 3)  # sizes at which tests on a device run, if they run at one of these
 
 
 class PatientProcess(subprocess.Popen):
@@ -93,14 +93,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         sizes = item.get_closest_marker("ranks")
         here = RANKS in sizes.args if sizes is not None else RANKS == 0
-        if _is_on_pretend(item) and sizes is not None:
-            here = here and (RANKS in ON_PRETEND or not set(sizes.args) & set(ON_PRETEND))
+        if _is_on_device(item) and sizes is not None:
+            here = here and (RANKS in ON_DEVICE or not set(sizes.args) & set(ON_DEVICE))
         only_full = item.get_closest_marker("full") is not None
         is_long = only_full or item.get_closest_marker("campaign") is not None
         requested = (only_full and in_slice(item.nodeid, part)) if part else is_long == long and (full or not only_full)
         requested = requested and _is_in_part(config, item.path)  # a file named on the command line is never ignored
         if requested and long and sizes is not None:
             elsewhere.update(sizes.args)
+        if DEVICE != "pretend":  # only what has to do with devices, which the other tests do not expect
+            here = here and (_is_on_device(item) or item.get_closest_marker(DEVICE) is not None)
+            here = here and item.get_closest_marker("simulated") is None
         (selected if requested and here else dropped).append(item)
     if elsewhere and not RANKS and LABEL:
         (FOLDER / f"long-sizes-{LABEL}").write_text("".join(f"{size}\n" for size in sorted(elsewhere)))
@@ -114,15 +117,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Load the simulated accelerator, still hidden, before anything computes gradients: see `pretend.load`."""
-    if any(map(_is_on_pretend, session.items)):
+    if DEVICE == "pretend" and any(map(_is_on_device, session.items)):
         import pretend
 
         with suppress(pretend.build.BuildError):  # which the fixture says
             pretend.load()
 
 
-def _is_on_pretend(item: pytest.Item) -> bool:
-    """Return whether a test uses the simulated accelerator, as its device or to transport device memory."""
+def _is_on_device(item: pytest.Item) -> bool:
+    """Return whether a test uses an accelerator, as its device or to transport device memory."""
     called = getattr(item, "callspec", None)
     params = called.params if called is not None else {}
     return params.get("device") == "pretend" or params.get("way", "cpu") != "cpu"
@@ -143,10 +146,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     if request.param == "cpu":
         yield torch.device("cpu")
         return
-    import pretend
-
-    require_pretend()
-    with pretend.shown(RANK) as shown:
+    with shown_device() as shown:
         yield shown
 
 

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from mpitrain.comm import Communicator
     from mpitrain.config.settings import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = int(os.environ.get("MPITRAIN_TEST_PATIENCE", "1"))  # multiplies time limits, for slow machines
+DEVICE = os.environ.get("MPITRAIN_TEST_DEVICE", "pretend")  # kind of device of the tests on a device, such as "cuda"
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
 MACHINE = """
 # a machine profile that needs no measuring
@@ -76,6 +79,27 @@ def pretend_environment(*, visible: str | None = None, late_ms: int = -1) -> dic
     shown = {} if visible is None else {"PRETEND_VISIBLE_DEVICES": visible}
     knobs = {"PRETEND_LATE_MS": str(late_ms), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
     return {"PYTHONPATH": os.pathsep.join(path)} | knobs | shown
+
+
+@contextmanager
+def shown_device() -> Iterator[torch.device]:
+    """Yield this rank's device for a test: one of the simulated accelerator, which is hidden again afterwards.
+
+    Of a real kind of device, which `MPITRAIN_TEST_DEVICE` names, ranks may share one.
+    """
+    import torch
+
+    if DEVICE == "pretend":
+        import pretend
+
+        require_pretend()
+        with pretend.shown(RANK) as shown:
+            yield shown
+        return
+    device = torch.device(DEVICE, RANK % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(device)
+    yield device
+    torch.accelerator.synchronize(device)
 
 
 def require_pretend() -> None:

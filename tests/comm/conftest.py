@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support import DEVICE, shown_device
 from ways import WAYS, take_device_addresses
 
 from mpitrain.comm import Communicator
+from mpitrain.comm.collectives.transports.choice import accepts_addresses
 
 _communicators: dict[str, Communicator] = {}
 
@@ -25,11 +27,7 @@ def device(way: str, request: pytest.FixtureRequest) -> Iterator[torch.device]:
     if way == "cpu":
         yield torch.device("cpu")
         return
-    import pretend
-    from support import RANK, require_pretend
-
-    require_pretend()
-    with pretend.shown(RANK) as shown:
+    with shown_device() as shown:
         yield shown
 
 
@@ -39,11 +37,13 @@ def comm(world: Communicator, way: str, device: torch.device, monkeypatch: pytes
     if way == "cpu":
         return world
     memory = world.process.device_memory
+    if way == "mpi" and DEVICE != "pretend" and not accepts_addresses(DEVICE):
+        pytest.skip(f"this MPI does not accept addresses of {DEVICE}")
     monkeypatch.setattr(memory, "way", way)
     monkeypatch.setattr(memory, "device", None)
     monkeypatch.setattr(memory, "mpi_reads", None)
     monkeypatch.setattr(world.process.arenas, "maps_devices", way == "peer")
-    if way == "mpi":
+    if way == "mpi" and DEVICE == "pretend":
         take_device_addresses(monkeypatch)
     if way not in _communicators:
         _communicators[way] = world.split(0)

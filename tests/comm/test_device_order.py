@@ -136,6 +136,7 @@ def test_a_device_arena_is_used_in_stream_order(comm, device):
     arena.free()
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("way", ["staged"], indirect=True)
 def test_arrays_of_other_libraries_are_accepted_and_other_devices_refused(comm, device):
     class Array:  # like the arrays of JAX and others

@@ -33,6 +33,7 @@ def fresh(world, device, monkeypatch) -> Iterator[Communicator]:
     communicator.free()
 
 
+@pytest.mark.simulated
 @on_pretend
 @pytest.mark.ranks(2)
 def test_auto_measures_the_transports_and_all_ranks_choose_the_same_one(fresh, device, monkeypatch):
@@ -50,6 +51,7 @@ def test_auto_measures_the_transports_and_all_ranks_choose_the_same_one(fresh, d
         )
 
 
+@pytest.mark.simulated
 @on_pretend
 @pytest.mark.ranks(2)
 def test_wrongly_mapped_device_memory_is_not_used(fresh, device, monkeypatch):
@@ -64,6 +66,7 @@ def test_wrongly_mapped_device_memory_is_not_used(fresh, device, monkeypatch):
     assert peer.obstacle == "the ranks cannot map each other's device memory"
 
 
+@pytest.mark.simulated
 @on_pretend
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("transport", "why"), [("mpi", "accepts no addresses"), ("nccl", "nccl4py is not installed")])
@@ -136,6 +139,7 @@ class Library:
         self.comm.Free()
 
 
+@pytest.mark.simulated
 @on_pretend
 @pytest.mark.ranks(2, 3)
 def test_nccl_is_called_with_the_right_tensors(fresh, device, monkeypatch):

@@ -61,6 +61,7 @@ def test_device_has_the_losses_of_the_cpu(world, place, text, cpu_metrics, devic
     assert_close_metrics(train(world, place / case, device.type, text, **CASES[case]), cpu_metrics)
 
 
+@pytest.mark.simulated
 @ON_DEVICE
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
@@ -99,6 +100,7 @@ def test_device_skips_steps_with_overflowing_gradients(world, place, text, devic
     assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in reference], rel=1e-4)
 
 
+@pytest.mark.simulated
 @ON_DEVICE
 @pytest.mark.ranks(2)
 def test_missing_device_error_names_the_host(world, device, monkeypatch):
@@ -122,6 +124,7 @@ def test_batch_may_be_changed_right_after_to_device(world, device):
         assert there.device == device and there.cpu().eq(1).all()
 
 
+@pytest.mark.simulated
 @ON_DEVICE
 @pytest.mark.ranks(2)
 def test_banner_shows_the_devices(world, device):
@@ -129,6 +132,7 @@ def test_banner_shows_the_devices(world, device):
     assert placement.choose_device("cpu", world)[1] == "CPU"
 
 
+@pytest.mark.simulated
 @ON_DEVICE
 def test_out_of_memory_error_names_settings_to_change(device, sentence, tmp_path):
     command = train_command("--run.dir", tmp_path / "run", "--data.path", sentence, "--run.device", device.type)
@@ -163,11 +167,11 @@ def test_killed_run_on_a_device_resumes_with_the_same_bits(device, sentence, tmp
     def train(name: str, code: int | None = 0, **environment: str) -> list[tuple[int, float, float]]:
         config = tmp_path / f"{name}.toml"
         config.write_text(
-            f'[run]\ndir = "{tmp_path / name}"\ndevice = "pretend"\n[data]\npath = "{sentence}"\n'
+            f'[run]\ndir = "{tmp_path / name}"\ndevice = "{device.type}"\n[data]\npath = "{sentence}"\n'
             "[model]\nlayers = 2\nwidth = 32\nheads = 4\nsequence = 16\n"
             "[train]\nsteps = 8\nbatch = 8\nrecompute = true\n[checkpoint]\nevery = 2\n[parallel]\n" + parallel + "\n"
         )
-        done = job(2, [sys.executable, "-c", MORTAL, str(config)], device="pretend", **environment)
+        done = job(2, [sys.executable, "-c", MORTAL, str(config)], device=device.type, **environment)
         assert done.returncode == code if code is not None else done.returncode != 0, done.stderr
         lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         return [(m["step"], m["loss"], m["grad_norm"]) for m in lines]
