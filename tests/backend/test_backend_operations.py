@@ -345,6 +345,7 @@ def test_barriers_time_out_and_name_missing_ranks(group, world):
     work = group.irecv(torch.empty(1), (world.rank + 1) % world.size, tag=77)
     with pytest.raises(RuntimeError, match=r"receive from rank .* timeout after 0\.1 s"):
         work.wait(timedelta(seconds=0.1))
+    group.barrier()  # nobody sends before all have waited in vain
     group.send(torch.ones(1), (world.rank - 1) % world.size, tag=77)
     work.wait()
 

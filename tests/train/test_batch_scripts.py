@@ -282,6 +282,7 @@ def run_with_devices(batch: Batch, **variables: str) -> str:
     return done.stdout
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 @pytest.mark.parametrize(
     ("variables", "expected"),

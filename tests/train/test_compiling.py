@@ -45,6 +45,7 @@ def test_models_that_cannot_be_compiled_are_refused(world, folder, text):
             run(world, folder / str(number), model=GPT | {"compile": True}, data={"path": text}, **sections)
 
 
+@pytest.mark.simulated
 def test_missing_compiler_is_named(device):
     import torch._inductor.config as inductor
 

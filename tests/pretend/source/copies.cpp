@@ -49,7 +49,11 @@ void to_device(const at::Tensor& from, const at::Tensor& to, bool non_blocking) 
   bool pinned = is_pinned(from.data_ptr());
   // what is not pinned is read at once, as by a driver that puts it into a buffer of its own
   auto a = in_kernel || (non_blocking && pinned) ? view_of_host(from) : from.clone();
-  auto mark = ask(stream, [=] { write(b, a); }, seconds_for(to));
+  auto copy = [=] {
+    if (pinned) see_earlier(stream);  // also what other streams, for which this one waited, have copied there
+    write(b, a);
+  };
+  auto mark = ask(stream, copy, seconds_for(to));
   bool driver_busy = !pinned && copy_bandwidth > 0;
   if (!in_kernel && (!non_blocking || driver_busy)) wait_for(mark);
 }

@@ -272,6 +272,10 @@ void arrive(Stream* stream, Work work) {
   stream->arrivals.push_back({stream->running->number, stream->running->due, std::move(work)});
 }
 
+void see_earlier(Stream* stream) {
+  while (!stream->arrivals.empty()) see_first(stream);
+}
+
 void run_to(Mark mark) {
   Lock lock;
   auto& queue = mark.stream->queue;

@@ -89,6 +89,9 @@ void follow(Stream* stream, Mark mark);      // what is asked of `stream` from n
 // Inside a task that copies to the host: `work` writes the host's memory when the host may see it.
 void arrive(Stream* stream, Work work);
 
+// Inside a task that reads pinned memory of the host: everything that comes before it on its stream has arrived there.
+void see_earlier(Stream* stream);
+
 void run_to(Mark mark);   // the device gets there; the host sees nothing of it
 void wait_for(Mark mark); // the host waits, sees what arrived, and is told of what failed in the background
 bool passed(Mark mark);   // whether the host would not have to wait
