@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpitrain import early
-from mpitrain.errors import exit_code_of
+from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError, echo, exit_code_of
+from mpitrain.measuring import findings
 
 _SELF_STARTED = ("--check", "--tune")  # have arguments and --help of their own
 _EPILOG = "The exit code of the report is 1 if a problem would stop a job, and 0 otherwise. --check and --tune start "
@@ -34,16 +35,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options is not None and options.clean:
         from mpitrain.comm.job.cleanup import clean
 
-        return exit_code_of(lambda: clean(dry=options.dry_run))
+        dry: bool = options.dry_run
+        return exit_code_of(lambda: clean(dry=dry))
     if options is not None and options.killed:
         from mpitrain.planner import out_of_memory
 
-        return exit_code_of(lambda: out_of_memory.main(options.killed))
-    from mpitrain.comm import init  # loads MPI
+        run: Path = options.killed
+        return exit_code_of(lambda: out_of_memory.main(run))
+    try:
+        from mpitrain.comm import init
+    except ImportError as error:  # without MPI, which a bug report should say
+        if options is None or not options.json or not isinstance(error, InputError) or not early.is_first_rank():
+            raise
+        echo(findings.as_json([(findings.BAD, "MPI", str(error))]))
+        return EXIT_FAILED
     from mpitrain.measuring import installation
 
     world = init(timeout=60)
-    return installation.report(world, as_json=(options or _parse(arguments)).json)
+    options = options or _parse(arguments)
+    lines = installation.report(world)
+    if world.rank == 0:
+        echo(findings.as_json(lines) if options.json else findings.as_text(lines))
+    return EXIT_FAILED if any(verdict == findings.BAD for verdict, _, _ in lines) else EXIT_DONE
 
 
 def make_parser() -> early.Parser:

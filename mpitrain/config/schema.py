@@ -54,6 +54,8 @@ def _section_schema(name: str) -> dict[str, Any]:
     for setting in result["properties"].values():
         for key in _DECLARATION:
             setting.pop(key, None)
+        if "patternProperties" in setting:  # which pydantic leaves open for other keys
+            setting["additionalProperties"] = False
     return result
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -10,8 +9,6 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from importlib.metadata import distributions
-from typing import Any
 
 import h5py
 import numpy
@@ -26,53 +23,27 @@ from mpitrain.comm.job.topology import cores_of, groups_sharing_cores, library_n
 from mpitrain.comm.memory import device as hardware
 from mpitrain.comm.selection import Setting
 from mpitrain.comm.tuning import describe_rules
-from mpitrain.early import VERSION, __version__
-from mpitrain.errors import EXIT_DONE, EXIT_FAILED, echo
+from mpitrain.early import VERSION
+from mpitrain.measuring.findings import BAD, OK, WARN, Line
 from mpitrain.monitor.memory import node_memory_bytes
 from mpitrain.speeds.timing import Contender, measure_in_turns
 from mpitrain.storage.disk import SHARED_MEMORY
 from mpitrain.storage.text import counted
 
-OK, WARN, BAD = "ok", "warn", "BAD"
 MIB = 1 << 20
 _CMA = "MPIR_CVAR_CH4_CMA_ENABLE"  # MPICH's setting for messages through process_vm_readv
 _ONE_THREAD = "operations cannot run during computation; use an MPI with THREAD_MULTIPLE"
 _UNMEASURED = "built-in; measured by python -m mpitrain.doctor --tune"
 _RANKS_SHOWN, _SHOWN = 8, 12  # number of ranks whose devices are listed, and of last characters of a device's identity
-Line = tuple[str, str, str]  # verdict, subject, finding
 
 
-def report(world: Communicator, *, as_json: bool = False) -> int:
-    """Print the report on rank 0, and return the exit code. Collective.
-
-    Args:
-        world: Ranks to report on.
-        as_json: If true, print one JSON object with the same findings, and the versions of all installed packages.
-    """
+def report(world: Communicator) -> list[Line]:
+    """Return all lines. Collective."""
     lines = [*software(world), *placement(world), *memory(world), *devices(world)]
     reached = reach(world)
-    lines += [*reached, *(() if any(verdict == BAD for verdict, _, _ in reached) else speed(world)), *algorithms(world)]
-    if world.rank == 0:
-        echo(json.dumps(for_bug_reports(lines), indent=1) if as_json else "\n".join(_aligned(lines)))
-    return EXIT_FAILED if any(verdict == BAD for verdict, _, _ in lines) else EXIT_DONE
-
-
-def _aligned(lines: Sequence[Line]) -> list[str]:
-    """Return the report for people, whose last line counts errors and warnings."""
-    bad, warned = (sum(verdict == which for verdict, _, _ in lines) for which in (BAD, WARN))
-    shown = [f"{verdict:4}  {subject:16} {finding}" for verdict, subject, finding in lines]
-    return [*shown, f"{counted(bad, 'error')}, {counted(warned, 'warning')}"]
-
-
-def for_bug_reports(lines: Sequence[Line]) -> dict[str, Any]:
-    """Return the report as a JSON object: findings, and versions of the system and of all installed packages."""
-    return {
-        "mpitrain": __version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "packages": dict(sorted({each.name.lower(): each.version for each in distributions()}.items())),
-        "findings": [dict(zip(("verdict", "subject", "finding"), line, strict=True)) for line in lines],
-    }
+    if any(verdict == BAD for verdict, _, _ in reached):
+        return [*lines, *reached, *algorithms(world)]
+    return [*lines, *reached, *speed(world), *algorithms(world)]
 
 
 def software(world: Communicator) -> list[Line]:

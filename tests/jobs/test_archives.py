@@ -1,0 +1,132 @@
+"""The wheel and the source archive: built, checked, installed from the file into fresh environments, and used there.
+
+The environments borrow the required packages from the one that runs the tests, because torch is large.
+"""
+
+from __future__ import annotations
+
+import email
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support import ROOT, clean_environment, launcher
+
+import mpitrain
+from mpitrain import jobs
+from mpitrain.config import schema
+
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(400)]
+
+
+@dataclass
+class Built:
+    """The clone that the files were built from, and the files."""
+
+    clone: Path
+    wheel: Path
+    archive: Path
+
+
+def run(*command: object, cwd: Path, limit: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command, and assert that it succeeds."""
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env={name: value for name, value in clean_environment().items() if name != "PYTHONPATH"} | environment,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=limit,
+    )
+    assert done.returncode == 0, f"{command}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
+    return done
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Built:
+    folder = tmp_path_factory.mktemp("archives")
+    run("git", "clone", "-q", ROOT, folder / "clone", cwd=folder)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", cwd=folder / "clone")
+    (wheel,), (archive,) = (sorted((folder / "dist").glob(f"*.{suffix}")) for suffix in ("whl", "tar.gz"))
+    return Built(folder / "clone", wheel, archive)
+
+
+class Environment:
+    """A fresh environment, in which pip installs the package without its requirements, which are borrowed."""
+
+    def __init__(self, folder: Path, *source: object) -> None:
+        self.folder = folder
+        venv.create(folder, with_pip=False)
+        self.python = folder / "bin/python"
+        own = Path(
+            run(self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).stdout[:-1]
+        )
+        (own / "borrowed.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # its own .pth files are not read
+        install = [sys.executable, "-m", "pip", "--python", self.python, "install", "-q", "--no-deps"]
+        run(*install, "--no-build-isolation", *source, cwd=folder)
+        self.variables = {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+        library = Path(sys.prefix) / "lib/libmpi.so"
+        if library.exists():  # an MPI from PyPI, which mpi4py looks for in its own environment
+            self.variables["MPI4PY_LIBMPI"] = str(library)
+
+    def run(self, *words: object, cwd: Path, ranks: int = 0) -> str:
+        """Run `mpitrain WORDS`, and return its output."""
+        command = [*(launcher(ranks) if ranks else []), self.folder / "bin/mpitrain", *words]
+        return run(*command, cwd=cwd, **self.variables).stdout
+
+
+def test_the_files_are_complete_and_pass_the_check_of_the_package_index(built):
+    run(sys.executable, "-m", "twine", "check", "--strict", built.wheel, built.archive, cwd=built.clone)
+    tracked = run("git", "ls-files", "mpitrain", cwd=built.clone).stdout.split()
+    expected = {name for name in tracked if name != "mpitrain/job_scripts"}
+    scripts = {f"mpitrain/job_scripts/{name}" for names in jobs.KINDS.values() for name in names}
+    with zipfile.ZipFile(built.wheel) as file:
+        inside = {name for name in file.namelist() if name.startswith("mpitrain/")}
+        metadata = email.message_from_bytes(file.read(f"mpitrain-{mpitrain.__version__}.dist-info/METADATA"))
+    assert inside == expected | scripts
+    assert metadata["Version"] == mpitrain.__version__
+    with tarfile.open(built.archive) as file:
+        names = {name.partition("/")[2] for name in file.getnames()}
+    pages = {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md"}
+    assert expected | scripts | pages | {"jobs/local.sh", "jobs/setup.sh", "constraints.txt"} <= names
+
+
+def test_the_version_is_written_in_one_place(built):
+    version = re.escape(mpitrain.__version__)
+    pattern = re.compile(rf"""version\s*[=:]\s*["']?{version}|__version__ = """)
+    tracked = run("git", "ls-files", "*.py", "*.cfg", "*.toml", "*.cff", cwd=built.clone).stdout.split()
+    found = [name for name in tracked if pattern.search((built.clone / name).read_text(encoding="utf-8"))]
+    assert found == ["mpitrain/early.py"]
+
+
+@pytest.mark.parametrize("kind", ["wheel", "archive", "editable"])
+def test_an_installed_package_trains_reports_and_copies_job_scripts(built, tmp_path, kind):
+    source = {"wheel": [built.wheel], "archive": [built.archive], "editable": ["-e", built.clone]}[kind]
+    environment = Environment(tmp_path / "environment", *source)
+    work = tmp_path / "work"
+    work.mkdir()
+    where = run(environment.python, "-c", "import mpitrain; print(mpitrain.__file__)", cwd=work).stdout
+    assert Path(where.strip()).is_relative_to(built.clone if kind == "editable" else environment.folder)
+    assert environment.run("--version", cwd=work) == f"mpitrain {mpitrain.__version__}\n"
+    out = environment.run("train", "--train.steps", 2, "--run.dir", "first", cwd=work, ranks=2)
+    assert "done at step 2 of 2" in out
+    assert "1 to 2" in environment.run("report", "first", cwd=work)
+    assert "0 errors" in environment.run("doctor", cwd=work, ranks=2)
+    assert {each["verdict"] for each in json.loads(environment.run("doctor", "--json", cwd=work))["findings"]} >= {"ok"}
+    assert json.loads(environment.run("--print-schema", cwd=work)) == schema.schema()
+    assert "mpitrain" in environment.run("--print-completion", "bash", cwd=work)
+    assert "fastest" in environment.run("plan", "--ranks-per-node", 2, "--machine", "cpu-128", "--help", cwd=work)
+    for batch_system, names in jobs.KINDS.items():
+        environment.run("jobs", "--copy", batch_system, cwd=work)
+        assert all((work / "jobs" / name).read_bytes() == (ROOT / "jobs" / name).read_bytes() for name in names)
+    assert os.access(work / "jobs/shielded", os.X_OK)
