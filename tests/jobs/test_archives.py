@@ -25,6 +25,9 @@ import mpitrain
 from mpitrain import jobs
 from mpitrain.config import schema
 
+PATHS = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+ELSEWHERE = [path for path in PATHS if Path(path) != ROOT]  # where the checkout cannot hide an installed package
+
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(400)]
 
 
@@ -42,7 +45,7 @@ def run(*command: object, cwd: Path, limit: float = 120, **environment: str) -> 
     done = subprocess.run(
         list(map(str, command)),
         cwd=cwd,
-        env={name: value for name, value in clean_environment().items() if name != "PYTHONPATH"} | environment,
+        env=clean_environment(PYTHONPATH=os.pathsep.join(ELSEWHERE)) | environment,
         capture_output=True,
         text=True,
         errors="replace",
