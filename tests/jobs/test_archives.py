@@ -78,9 +78,8 @@ class Environment:
         install = [sys.executable, "-m", "pip", "--python", self.python, "install", "-q", "--no-deps"]
         run(*install, "--no-build-isolation", *source, cwd=folder)
         self.variables = {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-        library = Path(sys.prefix) / "lib/libmpi.so"
-        if library.exists():  # an MPI from PyPI, which mpi4py looks for in its own environment
-            self.variables["MPI4PY_LIBMPI"] = str(library)
+        for library in Path(sys.prefix, "lib").glob("libmpi.so.*"):  # an MPI from PyPI, which mpi4py looks for in its
+            self.variables["MPI4PY_LIBMPI"] = str(library)  # own environment
 
     def run(self, *words: object, cwd: Path, ranks: int = 0) -> str:
         """Run `mpitrain WORDS`, and return its output."""
@@ -105,8 +104,7 @@ def test_the_files_are_complete_and_pass_the_check_of_the_package_index(built):
 
 
 def test_the_version_is_written_in_one_place(built):
-    version = re.escape(mpitrain.__version__)
-    pattern = re.compile(rf"""version\s*[=:]\s*["']?{version}|__version__ = """)
+    pattern = re.compile(rf"""^(__)?version(__)?\s*[=:]\s*["']?{re.escape(mpitrain.__version__)}""", re.MULTILINE)
     tracked = run("git", "ls-files", "*.py", "*.cfg", "*.toml", "*.cff", cwd=built.clone).stdout.split()
     found = [name for name in tracked if pattern.search((built.clone / name).read_text(encoding="utf-8"))]
     assert found == ["mpitrain/early.py"]
