@@ -65,8 +65,9 @@ def _parser_of(name: str) -> argparse.ArgumentParser:
         parser = early.Parser(name)
         parser.add_argument("script", type=Path, nargs="*", help="script, and its arguments")
         return parser
-    made: argparse.ArgumentParser = import_module(f"mpitrain.{_HOMES.get(name, name)}").make_parser()
-    return made
+    parser = import_module(f"mpitrain.{_HOMES.get(name, name)}").make_parser()
+    assert isinstance(parser, argparse.ArgumentParser)
+    return parser
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
