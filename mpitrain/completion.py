@@ -79,7 +79,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
             group.add_argument(f"--{section}.{key}", choices=values, help=description)
 
 
-def _complete_files(parser: argparse.ArgumentParser, files: dict[str, str]) -> None:
+def _complete_files(parser: argparse.ArgumentParser, files: object) -> None:
     """Mark the arguments that are paths, in all subcommands, so that the shell completes names of files there."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

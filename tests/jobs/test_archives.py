@@ -111,23 +111,28 @@ def test_the_version_is_written_in_one_place(built):
 
 
 @pytest.mark.parametrize("kind", ["wheel", "archive", "editable"])
-def test_an_installed_package_trains_reports_and_copies_job_scripts(built, tmp_path, kind):
+def test_an_installed_package_has_its_command_schema_and_job_scripts(built, tmp_path, kind):
     source = {"wheel": [built.wheel], "archive": [built.archive], "editable": ["-e", built.clone]}[kind]
     environment = Environment(tmp_path / "environment", *source)
-    work = tmp_path / "work"
-    work.mkdir()
-    where = run(environment.python, "-c", "import mpitrain; print(mpitrain.__file__)", cwd=work).stdout
+    where = run(environment.python, "-c", "import mpitrain; print(mpitrain.__file__)", cwd=tmp_path).stdout
     assert Path(where.strip()).is_relative_to(built.clone if kind == "editable" else environment.folder)
-    assert environment.run("--version", cwd=work) == f"mpitrain {mpitrain.__version__}\n"
-    out = environment.run("train", "--train.steps", 2, "--run.dir", "first", cwd=work, ranks=2)
-    assert "done at step 2 of 2" in out
-    assert "1 to 2" in environment.run("report", "first", cwd=work)
-    assert "0 errors" in environment.run("doctor", cwd=work, ranks=2)
-    assert {each["verdict"] for each in json.loads(environment.run("doctor", "--json", cwd=work))["findings"]} >= {"ok"}
-    assert json.loads(environment.run("--print-schema", cwd=work)) == schema.schema()
-    assert "mpitrain" in environment.run("--print-completion", "bash", cwd=work)
-    assert "fastest" in environment.run("plan", "--ranks-per-node", 2, "--machine", "cpu-128", "--help", cwd=work)
+    assert environment.run("--version", cwd=tmp_path) == f"mpitrain {mpitrain.__version__}\n"
+    assert json.loads(environment.run("--print-schema", cwd=tmp_path)) == schema.schema()
     for batch_system, names in jobs.KINDS.items():
-        environment.run("jobs", "--copy", batch_system, cwd=work)
-        assert all((work / "jobs" / name).read_bytes() == (ROOT / "jobs" / name).read_bytes() for name in names)
-    assert os.access(work / "jobs/shielded", os.X_OK)
+        environment.run("jobs", "--copy", batch_system, cwd=tmp_path)
+        assert all((tmp_path / "jobs" / name).read_bytes() == (ROOT / "jobs" / name).read_bytes() for name in names)
+    assert os.access(tmp_path / "jobs/shielded", os.X_OK)
+
+
+def test_ranks_train_with_an_installed_wheel(built, tmp_path):
+    environment = Environment(tmp_path / "environment", built.wheel)
+    out = environment.run("train", "--train.steps", 2, "--run.dir", "first", cwd=tmp_path, ranks=2)
+    assert "done at step 2 of 2" in out
+    assert "1 to 2" in environment.run("report", "first", cwd=tmp_path)
+    findings = json.loads(environment.run("doctor", "--json", cwd=tmp_path, ranks=2))["findings"]
+    assert {"ok"} <= {each["verdict"] for each in findings} <= {"ok", "warn"}
+    assert "--parallel.zero" in environment.run("--print-completion", "bash", cwd=tmp_path)
+    planned = environment.run(
+        "plan", "--ranks-per-node", 2, "--machine", "cpu-128", "--counted", "--top", 1, cwd=tmp_path
+    )
+    assert "mpitrain.train plan.toml" in planned and (tmp_path / "plan.toml").exists()
