@@ -20,6 +20,7 @@ html_theme = "furo"
 html_title = "mpitrain"
 html_show_copyright = False
 html_static_path = ["static"]
+html_extra_path = ["../mpitrain/config/schema.json"]
 html_css_files = ["pages.css"]
 html_theme_options = {"light_css_variables": {"color-brand-primary": "#0b5fa5", "color-brand-content": "#0b5fa5"}}
 

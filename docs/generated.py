@@ -23,13 +23,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from mpitrain.__main__ import COMMANDS, usage
 from mpitrain.config.preset import defaults_by_model
 from mpitrain.config.section import declared
 from mpitrain.config.settings import Config
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = ("train", "evaluate", "generate", "predict", "data", "checkpoint", "adapters", "report", "plan")
-COMMANDS += ("doctor", "backend")
 _UNDER = {"report": ["schedule"], "plan": ["--measure"], "doctor": ["--check", "--tune"]}
 LIMITS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
 VALUES = {
@@ -101,6 +100,12 @@ def config_page() -> str:
         "A setting is a line `key = value` under `[section]` in a TOML file, or `--section.key value` on the command",
         "line, which takes precedence. Names that other tools use for the same setting are accepted. For the name of a",
         "similar setting, the error names the one to use here.",
+        "",
+        "Editors complete and check a file of settings by [its JSON schema](../../mpitrain/config/schema.json), which",
+        "is also `schema.json` beside the first of these pages. Write it with `mpitrain --print-schema > schema.json`,",
+        "and begin the TOML file with the line `#:schema ./schema.json`, which taplo and Even Better TOML (VS Code)",
+        "read. Names of other tools are marked as deprecated there. Only mpitrain itself checks rules between several",
+        "settings.",
     ]
     for section, field in Config.model_fields.items():
         model = field.annotation
@@ -158,7 +163,8 @@ def _toml(value: Any) -> str:
 
 def commands_page() -> str:
     """Return the page of commands: the output of `--help` of every command and subcommand."""
-    lines = ["# Every command", "", "The output of each command with `--help`."]
+    lines = ["# Every command", "", "The output of each command with `--help`. `mpitrain train` does the same as"]
+    lines += ["`python -m mpitrain.train`, and so on.", "", "```text", usage(), "```"]
     for command in COMMANDS:
         text = help_of(command)
         lines += ["", f"## mpitrain.{command}", "", "```text", text, "```"]

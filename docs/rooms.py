@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WIDTH, HEIGHT, GAP, LEFT, EDGE = 900, 46, 12, 8, 8  # of the picture, a row, and what is between
 COLOURS = ("#dbe9f6", "#d3ecea", "#cfe6d4", "#dcf0d0", "#e9f3c9", "#f4f1cf", "#fdf0cf", "#fbe6d8", "#f3e3f0")
 WORDS = {
+    "__main__": "the command mpitrain", "jobs": "scripts for Slurm and PBS", "completion": "of shells",
     "train": "the main job", "evaluate": "figures", "generate": "text", "predict": "of samples", "report": "charts",
     "doctor": "in order?", "plan": "which layout", "adapters": "of LoRA", "bench": "gone: says where",
     "measuring": "measurements by users: collectives, algorithms, the machine",

@@ -29,6 +29,17 @@ from mpitrain.storage.disk import new_folder, replacing, require_new
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    arguments = make_parser().parse_args(argv)
+
+    def act() -> int:
+        echo(arguments.act(arguments))
+        return EXIT_DONE
+
+    return exit_code_of(act)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m mpitrain.adapters", description="export adapters trained with model.lora"
     )
@@ -43,13 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one step-... folder in it")
         command.add_argument("out", type=Path, metavar="OUT", help=out_help)
         add_trust(command)
-    arguments = parser.parse_args(argv)
-
-    def act() -> int:
-        echo(arguments.act(arguments))
-        return EXIT_DONE
-
-    return exit_code_of(act)
+    return parser
 
 
 def _load_trained(path: Path, out: Path, trust: bool) -> tuple[Task, ModelSection]:

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None, world: Communicator | None = None) -
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
     """Return the command's own arguments. Raises InputError on all ranks if they are wrong."""
-    options = parse(_parser(), words)
+    options = parse(make_parser(), words)
     if options.best and options.step is not None:
         raise refusal("--best and --step each name a checkpoint; use only one of them")
     if options.confusion is not None and options.confusion.suffix != ".csv":
@@ -64,7 +64,8 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = early.Parser(
         "evaluate",
         usage="mpirun -n N python -m mpitrain.evaluate RUN [options] [--section.key value]...",

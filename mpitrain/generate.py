@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    arguments = parse(_parser(), argv)
+    arguments = parse(make_parser(), argv)
     return run_as_job(lambda job: _run(arguments, job), pipeline=arguments.pipeline, tensor=arguments.tensor)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     about = "Continue prompts with a trained language model; the text goes to standard output."
     parser = argparse.ArgumentParser(prog="python -m mpitrain.generate", description=about)
     add_run(parser)

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(argv: Sequence[str]) -> int:
-    options, rest = _parser().parse_known_args(list(argv))
+    options, rest = make_parser().parse_known_args(list(argv))
     config = Config.from_args(rest)
     rules = rules_of(config)
     nodes, each, ranks = options.nodes, options.ranks_per_node, sorted(set(options.scale))
@@ -167,7 +167,8 @@ def _rank_counts(text: str) -> list[int]:
     return [*map(positive_integer, text.split(","))]
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     notes = (layouts.__doc__ or "").partition("\n\n")[2]
     parser = Parser(
         "plan",

@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    arguments = parse(_parser(), argv)
+    arguments = parse(make_parser(), argv)
     return run_as_job(lambda job: _run(arguments, job))
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     about = "Predict samples with a trained model: probabilities of classes, numbers, or probabilities of texts."
     parser = argparse.ArgumentParser(prog="python -m mpitrain.predict", description=about)
     add_run(parser)

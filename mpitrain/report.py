@@ -32,12 +32,13 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     makers = {"schedule": _of_schedules, "timeline": _of_timelines}
-    parser, run = makers.get(argv[0] if argv else "", _of_runs)()
+    parser, run = makers[argv[0]]() if argv and argv[0] in makers else (make_parser(), _report)
     arguments = parser.parse_args(argv[1:] if argv[:1] and argv[0] in makers else argv)
     return exit_code_of(lambda: run(arguments) or EXIT_DONE)
 
 
-def _of_runs() -> tuple[argparse.ArgumentParser, Run]:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line, without the words schedule and timeline."""
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
         description="Report what runs did, as a few lines of text or as a page of charts.",
@@ -51,7 +52,7 @@ def _of_runs() -> tuple[argparse.ArgumentParser, Run]:
     add("--png", type=Path, metavar="DIR", help="write each chart as a picture into this folder")
     add("--watch", action="store_true", help="show a run while it trains, until it ends")
     add("--once", action="store_true", help="show the state of the run once, and exit")
-    return parser, _report
+    return parser
 
 
 def _of_schedules() -> tuple[argparse.ArgumentParser, Run]:

@@ -19,7 +19,7 @@ from mpitrain.storage.text import counted
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = _parser()
+    parser = make_parser()
     arguments, settings = parser.parse_known_args(argv)
     if settings and arguments.act is not _import:
         parser.error(f"unrecognized arguments: {' '.join(settings)}")
@@ -27,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code_of(lambda: arguments.act(arguments) or EXIT_DONE)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m mpitrain.checkpoint",
         description="inspect, verify and convert checkpoints. PATH is one step-... folder, or a run folder, of "

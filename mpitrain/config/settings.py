@@ -200,7 +200,7 @@ def help_text(program: str) -> str:
     lines = [f"usage: mpirun -n N python -m {program} [CONFIG.toml] [--section.key value]...", "", "keys:"]
     for section, settings in sections().items():
         for key, field in settings.items():
-            names = _choices(field.annotation)
+            names = choices_of(field.annotation)
             choices = f": {', '.join(map(str, names))}" if names else ""
             default = "none" if field.default in ([], (), {}) else json.dumps(field.default)
             default = "; ".join(filter(None, [default, defaults_by_model(section, key)]))
@@ -231,11 +231,11 @@ def _validate(values: Mapping[str, Any], origin: Mapping[str, str], otherwise: s
     raise refusal(f"{where}: {name} = {problem['input']!r:.200} is wrong: {problem['msg'].lower()}{hint}")
 
 
-def _choices(annotation: Any) -> tuple[Any, ...]:
+def choices_of(annotation: Any) -> tuple[Any, ...]:
     """Return the names that a setting can choose among, also in a union with other types; empty if it has none."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
-    several = [choices for member in get_args(annotation) if len(choices := _choices(member)) > 1]
+    several = [choices for member in get_args(annotation) if len(choices := choices_of(member)) > 1]
     return several[0] if several else ()
 
 

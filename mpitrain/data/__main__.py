@@ -34,11 +34,12 @@ text, JSON lines, tokens, tables and archives may be compressed: .gz, .bz2, .xz 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     return exit_code_of(lambda: arguments.act(arguments))
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m mpitrain.data", description="Make and describe data sets.")
     parser.add_argument("--version", action="version", version=VERSION)
     commands = parser.add_subparsers(dest="command", required=True)

@@ -24,7 +24,7 @@ import torch
 
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
-from mpitrain.errors import EXIT_DONE, InputError, refusal
+from mpitrain.errors import EXIT_DONE, InputError
 from mpitrain.monitor.json_lines import RankStart, rank_line, read_lines
 from mpitrain.monitor.memory import node_memory_bytes, out_of_memory_kills
 from mpitrain.monitor.run_files import read_events
@@ -245,10 +245,12 @@ def _largest_rank(folder: Path, host: str, since: float, lost: Sequence[int]) ->
     return rank, largest
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run `mpitrain.doctor --killed RUN` with the arguments after --killed, and return the exit code."""
-    if len(arguments) != 1:
-        raise refusal("--killed takes one run folder")
-    if line := explain_killed(Path(arguments[0]), {socket.gethostname(): out_of_memory_kills()}):
+def main(run: Path) -> int:
+    """Print why the last job of a run was killed, if memory was full, and return the exit code.
+
+    Args:
+        run: The run folder.
+    """
+    if line := explain_killed(run, {socket.gethostname(): out_of_memory_kills()}):
         print(f"mpitrain: {line}", file=sys.stderr)
     return EXIT_DONE

@@ -14,7 +14,7 @@ from mpitrain.monitor.run_files import MetricsWriter
 
 @pytest.mark.ranks(1, 2, 3)
 def test_the_doctor_gives_a_verdict_on_every_line(world, capsys):
-    code = doctor.main()
+    code = doctor.main([])
     out = capsys.readouterr().out
     assert code == 0
     if world.rank:

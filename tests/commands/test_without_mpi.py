@@ -30,7 +30,7 @@ NOT_NEEDED = (
 
 PACKAGE = ROOT / "mpitrain"
 COMMANDS = sorted(
-    path.parent.name if path.name == "__main__.py" else path.stem
+    path.parent.name if path.name == "__main__.py" and path.parent != PACKAGE else path.stem
     for path in [*PACKAGE.glob("*.py"), *PACKAGE.glob("*/__main__.py")]
     if '__name__ == "__main__"' in path.read_text()
 )

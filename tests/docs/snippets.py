@@ -31,7 +31,8 @@ LIMIT, OF_A_START = 400, 120  # seconds of a block, and of ranks in it
 _FENCE = re.compile(r"^```(\S*)(?: .*)?$")
 _MARK = re.compile(r"^<!-- test: (skip|quick|with|add)(?: (.*?))? -->$")
 _NAMED = re.compile(r"^# ([\w.-]+\.(?:py|toml|json|sh|sbatch))(?:: (.*))?$")
-_TRAIN = "-m mpitrain.train"
+_TRAIN = re.compile(r"-m mpitrain\.train|^mpitrain train| mpitrain train")
+_CONSOLE = re.compile(r"(?<![^ ])mpitrain (?=[a-z])")
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Snippet:
         lines = []
         for line in joined(text):
             command, gap, comment = without_comment(line)
-            lines.append(f"{command} {self.added}{gap}{comment}" if _TRAIN in command else line)
+            lines.append(f"{command} {self.added}{gap}{comment}" if _TRAIN.search(command) else line)
         return "\n".join(lines)
 
 
@@ -137,8 +138,9 @@ def without_comment(line: str) -> tuple[str, str, str]:
 
 
 def commands(snippet: Snippet) -> Iterator[tuple[str, list[str]]]:
-    """Yield (module, arguments) for each `python -m MODULE ARGUMENTS` in a block's shell commands."""
+    """Yield (module, arguments) for each `python -m mpitrain.X` and `mpitrain X` in a block's shell commands."""
     for line in joined(snippet.shell):
+        line = _CONSOLE.sub(r"python -m mpitrain.", line)
         if "-m mpitrain." not in line:
             continue
         words = shlex.split(without_comment(line)[0])
@@ -157,6 +159,8 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
         words = [*launcher(1)[:-2], '"$@"']
         (tools / name).write_text(f"#!/bin/sh\nexec timeout {OF_A_START} {' '.join(words)}\n")
         (tools / name).chmod(0o755)
+    (tools / "mpitrain").write_text('#!/bin/sh\nexec python -m mpitrain "$@"\n')  # what the installed script does
+    (tools / "mpitrain").chmod(0o755)
     if warm.FORKS and not (tools / "python").exists():
         (tools / "python").symlink_to(warm.shared().python)  # which need not import torch
     path = os.pathsep.join([str(tools), str(Path(sys.prefix) / "bin"), os.environ["PATH"]])

@@ -60,7 +60,7 @@ def test_the_peak_within_a_step_is_that_of_the_allocator(world, folder, text, de
     highest = max(rows, key=lambda row: sum(row.values()))
     assert 0.95 * peak.nbytes <= sum(highest.values()) <= peak.nbytes
     before = rows[0]["other"]  # what earlier tests have left on the device
-    # gradients of activations, gradients of parameters that are not yet in flat memory, and real kernels' scratch memory
+    # gradients of activations, gradients of parameters not yet in flat memory, and scratch memory of real kernels
     is_least = case == "kept" and device.type == "pretend"
     assert highest["other"] - before < (0.05 if is_least else 0.25) * (peak.nbytes - before)
     assert rows[0]["activations"] == rows[-1]["activations"] == 0 < highest["activations"]

@@ -33,7 +33,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError
+from mpitrain.errors import EXIT_DONE, EXIT_FAILED
 from mpitrain.storage import proc
 from mpitrain.storage.disk import SHARED_MEMORY
 
@@ -62,23 +62,12 @@ class Leftover:
     skip_reason: str = ""
 
 
-def clean(arguments: Sequence[str]) -> int:
-    """Run the command `mpitrain.doctor --clean`.
+def clean(*, dry: bool) -> int:
+    """Remove the files of dead jobs on this machine, print each, and return the exit code.
 
     Args:
-        arguments: Command-line arguments: --clean, and --dry-run to remove nothing.
-
-    Returns:
-        Exit code.
-
-    Raises:
-        InputError: An argument is unknown.
+        dry: If true, remove nothing.
     """
-    unknown = [a for a in arguments if a not in ("--clean", "--dry-run")]
-    if unknown:
-        options = "--check, --tune, --clean [--dry-run] or --killed RUN"
-        raise InputError(f"mpitrain.doctor has no option {unknown[0]}; use {options}")
-    dry = "--dry-run" in arguments
     folders = list(dict.fromkeys([Path(SHARED_MEMORY), Path("/tmp"), Path(tempfile.gettempdir())]))
     leftovers = list(find_leftovers(folders))
     dead = find_unused(leftovers)
