@@ -13,8 +13,11 @@ processes, for several rounds. If their losses differ, the benchmark fails.
     torch DDP, FSDP2, DeepSpeed  over gloo; DeepSpeed only if it is installed (extra `peers`), without its categories
 
 The report shows for each strategy the measured time of a step and the measured memory of a rank, its memory by category
-as counted from the tensors (maximum over the ranks), and the bytes that a rank sends per step. `--layers`, `--width`,
-`--heads` and `--sequence` change the GPT.
+as counted from the tensors (maximum over the ranks), the bytes that a rank sends per step, and the joules of a step
+where the machine counts them. `--layers`, `--width`, `--heads` and `--sequence` change the GPT.
+
+`--full` is the benchmark `comparison`: ResNets, too, and the memory within a step. Without mpirun, it keeps the result
+and writes the page docs/strategies.md, as `python -m benchmarks all --only comparison` does.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -33,14 +37,26 @@ from torch.autograd.graph import saved_tensors_hooks
 from benchmarks.runner.jobs import BenchmarkParser, gpt, run
 from benchmarks.runner.peers import MakePeer, gloo, peers, require_equal
 from benchmarks.runner.report import MIB, Cell, Report, ReportTable, ReportTarget, target_of
-from benchmarks.runner.training_runs import KINDS, UNENDING, TrainerRun, Values, measured_runs, merged, step_seconds
+from benchmarks.runner.training_runs import (
+    KINDS,
+    UNENDING,
+    Curve,
+    TrainerRun,
+    Values,
+    measured_runs,
+    merged,
+    step_seconds,
+    watched_modules,
+)
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
+from mpitrain.measuring.self_start import is_launched
 from mpitrain.models import build_model
+from mpitrain.parallel.activations import unpack
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.data import batches, open_data
-from mpitrain.trainer.memory import ActivationMeter
+from mpitrain.trainer.memory import ActivationMeter, KeptTensor, KeptTensors
 from mpitrain.trainer.optimizing import make_optimizer
 
 SECONDS = 5.0  # most of one measurement
@@ -55,14 +71,26 @@ Stats = dict[str, dict[str, Any]]  # measured values by strategy
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
-    few = "strategies divide work between ranks"
-    parser = BenchmarkParser("strategies", "Train one model with every strategy, and with torch.", "4", too_few=few)
+    if "--full" in arguments:
+        from benchmarks import all as every
+        from benchmarks import comparison
+
+        rest = [argument for argument in arguments if argument != "--full"]
+        return comparison.main(rest) if is_launched() else every.main(["--only", "comparison", *rest])
+    parser = make_parser("strategies", "Train one model with every strategy, and with torch.", "4", 3, 10)
+    parser.add("full", action="store_true", help="train ResNets, too, and write the page docs/strategies.md")
+    return run(parser, measure, report, arguments)
+
+
+def make_parser(name: str, description: str, ranks: str, rounds: int, steps: int) -> BenchmarkParser:
+    """Return the options of a benchmark of strategies; the arguments are its name, and defaults of its options."""
+    parser = BenchmarkParser(name, description, ranks, too_few="strategies divide work between ranks")
     parser.model()
     parser.number("samples", 4, "samples for each rank")
-    parser.number("rounds", 3, "measurements of each strategy", quick=1)
-    parser.number("steps", 10, "steps of a measurement", quick=3)
+    parser.number("rounds", rounds, "measurements of each strategy", quick=1)
+    parser.number("steps", steps, "steps of a measurement", quick=3)
     parser.add("only", metavar="'A;B'", help="only these strategies, and DDP")
-    return run(parser, measure, report, arguments)
+    return parser
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -78,18 +106,36 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     train = {"batch": options.samples * world.size, "clip": 0.0}
     optim = {"schedule": "constant", "warmup": 0, "lr": 1e-3}
     base = merged(UNENDING, {"model": gpt(options), "train": train, "optim": optim})
-    ours = strategies(world.size, base["model"])
+    return measured_strategies(world, base, strategies(world.size, base["model"]), options)
+
+
+def measured_strategies(
+    world: Communicator, base: Values, ours: Mapping[str, Values], options: argparse.Namespace, *, curves: bool = False
+) -> dict[str, Any]:
+    """Measure the training steps of a model by our strategies and by peers. Collective.
+
+    Args:
+        world: Communicator of all ranks.
+        base: Configuration of all strategies.
+        ours: Settings of each of our strategies, by name.
+        options: Options of the command.
+        curves: If true, record the memory within a step.
+
+    Returns:
+        Number of nodes, [model], global batch, and the values of `measured_runs` by strategy.
+    """
     makes = {name: partial(TrainerRun, world, merged(base, values)) for name, values in ours.items()} | {
         name: partial(PeerRun, world, base, make) for name, make in peers().items()
     }
     only = {DDP, *(name.strip() for name in options.only.split(";"))} if options.only else {*makes}
-    if unknown := only - {*makes}:
+    if not curves and (unknown := only - {*makes}):
         raise InputError(f"there is no strategy {min(unknown)!r} here; use one of {'; '.join(makes)}", agreed=True)
     runs = {name: make for name, make in makes.items() if name in only}
     with gloo(world):
-        results = measured_runs(world, runs, options.rounds, options.steps, 2.0 if options.quick else SECONDS)
+        seconds = 2.0 if options.quick else SECONDS
+        results = measured_runs(world, runs, options.rounds, options.steps, seconds, curves=curves)
     require_equal({name: of["losses"] for name, of in results.items()}, _AGREE)
-    return {"nodes": world.num_nodes, "model": base["model"], "batch": base["train"]["batch"], "found": results}
+    return {"nodes": world.num_nodes, "model": base["model"], "batch": base["train"]["batch"], "results": results}
 
 
 def strategies(ranks: int, model: Mapping[str, int]) -> dict[str, Values]:
@@ -174,6 +220,35 @@ class PeerRun:
         counted = {kind: _bytes(tensors) for kind, tensors in tensors_of.items()}
         return dict.fromkeys(KINDS, 0.0) | counted | {"activations": float(self._activations)}
 
+    def curve(self) -> Curve:
+        """Take the next step, and return this rank's memory within it; empty for DeepSpeed. Collective.
+
+        FSDP2's gathered parameters are added to its shares. torch's DDP has gradients in buckets, which stay.
+        """
+        model, tensors, rows = self._peer.model, KeptTensors(), Curve()
+        if type(model).__module__.startswith("deepspeed"):
+            return rows
+        before = self.account()
+        shares = _bytes(p for p in model.parameters() if hasattr(p, "to_local"))
+        stay = before["gradients"] if hasattr(model, "reducer") else 0.0
+
+        def sample(at: float) -> None:
+            parameters = list(model.parameters())
+            nbytes = {"parameters": shares + _bytes(p for p in parameters if not hasattr(p, "to_local"))}
+            nbytes |= {"gradients": stay or _bytes(p.grad for p in parameters), "states": before["states"]}
+            rows.append((at, nbytes | {"activations": float(tensors.nbytes), "buffers": 0.0}))
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor | KeptTensor:
+            origin = tensor._base if tensor._base is not None else tensor
+            return tensor if origin.is_leaf and origin.requires_grad else tensors.keep(tensor)  # not parameters
+
+        tensors.at_peak = lambda: sample(time.perf_counter())
+        with watched_modules(self._module, sample), saved_tensors_hooks(keep, unpack):
+            sample(began := time.perf_counter())
+            self.step()
+            sample(time.perf_counter())
+        return [(at - began, nbytes) for at, nbytes in rows]
+
     def close(self) -> None:
         """Free the model, the optimizer and the data. Collective."""
         self._batches.close()
@@ -201,36 +276,46 @@ def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> R
         results: Results of `measure`, by number of ranks.
         options: Options of the command.
     """
-    tables = [_table(*each) for each in results.items()]
-    targets = [target for ranks, result in results.items() for target in _targets(ranks, result["found"])]
+    tables = [table(*each) for each in results.items()]
+    targets = [target for ranks, result in results.items() for target in targets_of(ranks, result["results"])]
     return Report("One model by every strategy", tables, targets)
 
 
-def _targets(ranks: int, results: Stats) -> list[ReportTarget]:
+def targets_of(ranks: int, results: Stats, model: str = "") -> list[ReportTarget]:
     """Return the targets for the memory of our strategies beside that of peers."""
     targets = []
     for ours, theirs in _COUNTERPARTS.items():
         share = results[ours]["memory"] / results[theirs]["memory"] if {ours, theirs} <= set(results) else None
-        targets.append(target_of(f"{ranks} ranks: peak memory of a rank, {ours} / {theirs}", share, most=1))
+        what = f"{ranks} ranks{model and ', '}{model}: peak memory of a rank, {ours} / {theirs}"
+        targets.append(target_of(what, share, most=1))
     return targets
 
 
-def _table(ranks: int, result: dict[str, Any]) -> ReportTable:
-    results: Stats = result["found"]
-    model = ", ".join(f"{key} {value}" for key, value in result["model"].items() if key != "name")
-    title = f"{ranks} ranks on {result['nodes']} node(s): GPT of {model}; batch {result['batch']}"
+def table(ranks: int, result: dict[str, Any], model: str = "") -> ReportTable:
+    """Return the table of a model: time, memory, bytes sent, joules and loss of each strategy.
+
+    Args:
+        ranks: Number of ranks.
+        result: Result of `measured_strategies`.
+        model: Name of the model; empty: the sizes of the GPT.
+    """
+    results: Stats = result["results"]
+    model = model or "GPT of " + ", ".join(f"{key} {of}" for key, of in result["model"].items() if key != "name")
+    title = f"{ranks} ranks on {result['nodes']} node(s): {model}; batch {result['batch']}"
     base = step_seconds(results[DDP])
     rows: list[list[Cell]] = []
     for name, of in results.items():
         kinds = [of["largest"][kind] / MIB or None for kind in KINDS]
         through = [None if nbytes is None else nbytes / 1e6 for nbytes in of["sent"].values()]
         step = step_seconds(of)
-        rows.append([name, step * 1e3, step / base, of["memory"] / MIB, *kinds, *through, f"{of['losses'][-1]:.5f}"])
-    columns = ("strategy", "step ms", "/ DDP", "peak MiB", *KINDS, "MB sent inside", "MB sent between", "loss")
+        last = min((each for each in of["joules"] if each is not None), default=None), f"{of['losses'][-1]:.5f}"
+        rows.append([name, step * 1e3, step / base, of["memory"] / MIB, *kinds, *through, *last])
+    columns = ("strategy", "step ms", "/ DDP", "peak MiB", *KINDS, "MB sent inside", "MB sent between", "J", "loss")
     note = (
         "Step: median of the quietest round. Peak: the rank that takes most, shared pages divided by those who have "
         "them; the columns after it, in MiB, are counted from the tensors, each of the rank that has most of it. Sent: "
         "a rank and step, to ranks of its node (or out of their memory) and to other nodes; of peers what went through "
-        "the loopback interface, with TCP's headers. Loss: of the third step."
+        "the loopback interface, with TCP's headers. J: joules of a step on all machines, as their processors count "
+        "them. Loss: of the third step."
     )
     return ReportTable(title, columns, rows, note)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import statistics
 import threading
 import time
@@ -23,11 +24,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Protocol
 
+import numpy as np
+from torch import nn
+
 from benchmarks.runner.jobs import maxima, quiet
 from mpitrain.comm import Communicator
 from mpitrain.data.on_device import on_device
+from mpitrain.monitor.energy import CPU, EnergyMeter
 from mpitrain.storage import proc
 from mpitrain.trainer.data import batches
+from mpitrain.trainer.recording.step_memory import StepMemory
+from mpitrain.trainer.recording.timeline import ModuleHooks, levels_of
 from mpitrain.trainer.trainer import Trainer
 
 _TIERS = ("inside", "between")
@@ -39,6 +46,7 @@ _EVERY = 0.005  # seconds between two samples of the memory
 WARM = 2  # warm-up steps, which do not count
 _WATCHED = 3  # steps whose memory and bytes sent are measured
 
+Curve = list[tuple[float, dict[str, float]]]  # seconds since the begin of a step, and bytes by category
 Values = Mapping[str, Mapping[str, Any]]  # a configuration by section and key
 # what all training runs have in common
 UNENDING: Values = {"run": {"device": "cpu", "dir": "unused"}, "train": {"steps": 1000, "evaluate_every": 0}}
@@ -55,6 +63,9 @@ class TrainingRun(Protocol):
 
     def account(self) -> dict[str, float]:
         """Return the bytes on this rank by category, the names in `KINDS`."""
+
+    def curve(self) -> Curve:
+        """Take the next step, and return this rank's memory within it; empty if it cannot be counted."""
 
     def close(self) -> None:
         """Free all memory and communicators."""
@@ -91,6 +102,16 @@ class TrainerRun:
         account = self._trainer.engine.memory()
         return {kind: float(getattr(account, kind)) for kind in KINDS}
 
+    def curve(self) -> Curve:
+        """Take the next step, and return this rank's memory within it, as `monitor.timeline` records it. Collective."""
+        memory = StepMemory(self._trainer)
+        with watched_modules(self._trainer.engine.module, memory.sample):
+            memory.start()
+            began = time.perf_counter()
+            self.step()
+            memory.stop()
+        return [(at - began, dict(nbytes)) for at, nbytes in memory.rows()]
+
     def close(self) -> None:
         """Free all memory and communicators. Collective."""
         self._batches.close()
@@ -99,8 +120,24 @@ class TrainerRun:
         self._trainer.let_go()
 
 
+@contextmanager
+def watched_modules(module: nn.Module, sample: Callable[[float], None]) -> Iterator[None]:
+    """Call `sample` with the time whenever a module of the two outermost levels begins or ends, in the `with` block."""
+    hooks = ModuleHooks([named for level in levels_of(module)[:2] for named in level], lambda *call: None, sample)
+    try:
+        yield
+    finally:
+        hooks.remove()
+
+
 def measured_runs(
-    world: Communicator, makes: Mapping[str, Callable[[], TrainingRun]], rounds: int, steps: int, seconds: float
+    world: Communicator,
+    makes: Mapping[str, Callable[[], TrainingRun]],
+    rounds: int,
+    steps: int,
+    seconds: float,
+    *,
+    curves: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Measure the steps of several training runs. Collective.
 
@@ -112,9 +149,12 @@ def measured_runs(
         rounds: Number of measurements of each run, in turns.
         steps: Most steps per measurement.
         seconds: Approximate limit of one measurement; slow runs take fewer steps, but at least three.
+        curves: If true, record the memory within a step.
 
     Returns:
-        For each run, by name: "seconds": a list per round with the seconds of each step. "memory": peak bytes of the
+        For each run, by name: "seconds": a list per round with the seconds of each step. "joules": joules of a step on
+        all machines, per round, None where there is no counter. "curve": on rank 0, (seconds, bytes by category) within
+        a step; empty if not recorded. "memory": peak bytes of the
         rank with most. "account": bytes by category on rank 0. "largest": bytes by category, each the maximum over the
         ranks. "losses": losses of the first steps. "sent": see `SentBytes.stop`.
     """
@@ -124,12 +164,14 @@ def measured_runs(
     for make in makes.values():
         _measure_run(world, make, 1, 1.0)
     for name, make in makes.items():
-        results[name] = {"seconds": [], **_measure_run(world, make, _WATCHED, 1.0, watching=True)[1]}
+        watched = _measure_run(world, make, _WATCHED, 1.0, watching=True, curves=curves)[1]
+        results[name] = watched | {"seconds": [], "joules": []}
     allocate(LARGE)
     for turn in range(rounds):
         for number, name in list(enumerate(names, 1))[:: -1 if turn % 2 else 1]:
-            times, _ = _measure_run(world, makes[name], steps, seconds)
+            times, others = _measure_run(world, makes[name], steps, seconds)
             results[name]["seconds"].append(times)
+            results[name]["joules"].append(others["joules"])
             if world.rank == 0:
                 which = f"{number} of {len(names)}" + (f", {name}" if name != str(number) else "")
                 print(f"  {which}: {statistics.median(times):.4f} s", flush=True)
@@ -143,7 +185,13 @@ def step_seconds(of: Mapping[str, Any]) -> float:
 
 @quiet()
 def _measure_run(
-    world: Communicator, make: Callable[[], TrainingRun], steps: int, seconds: float, *, watching: bool = False
+    world: Communicator,
+    make: Callable[[], TrainingRun],
+    steps: int,
+    seconds: float,
+    *,
+    watching: bool = False,
+    curves: bool = False,
 ) -> tuple[list[float], dict[str, Any]]:
     """Execute one run and return (seconds of its steps, the other values of `measured_runs`). Collective.
 
@@ -153,7 +201,9 @@ def _measure_run(
         steps: Most steps after the warm-up.
         seconds: Approximate limit; slow runs take fewer steps.
         watching: If true, measure memory and bytes sent, and take all `steps`.
+        curves: If true, record the memory within one more step.
     """
+    energy = EnergyMeter() if world.local_rank == 0 else None
     run, memory = make(), PeakMemory(world, watching)
     with memory.making():
         run.prepare()
@@ -167,16 +217,32 @@ def _measure_run(
             losses.append(run.step())
             took = time.perf_counter() - began
             times.append(took if watching else maxima(world, [took])[0])
+            if len(times) == WARM:
+                joules_of(world, energy)
             if len(times) == WARM and watching:
                 meter.start()
             elif len(times) == WARM:
                 count = WARM + min(steps, max(3, int(seconds / times[-1])))
     sent = meter.stop(count - WARM) if watching else None
-    account = run.account()
+    joules, account = joules_of(world, energy), run.account()
     peak, *largest = maxima(world, [memory.peak, *account.values()])
+    curve = run.curve() if curves else []
     run.close()
-    values = {"memory": peak, "account": account, "largest": dict(zip(account, largest, strict=True))}
+    values = {"memory": peak, "account": account, "largest": dict(zip(account, largest, strict=True)), "curve": curve}
+    values["joules"] = None if joules is None else joules / (count - WARM)
     return times[WARM:], values | {"losses": losses[: WARM + 1], "sent": sent}
+
+
+def joules_of(world: Communicator, meter: EnergyMeter | None) -> float | None:
+    """Return the joules of all machines' processors since the last call; None if one has no counter. Collective.
+
+    Args:
+        world: Communicator of all ranks.
+        meter: Meter of this machine, on one of its ranks; None on the others.
+    """
+    joules = np.array([meter.read().get(CPU, math.nan) if meter is not None else 0.0])
+    world.all_reduce(joules)
+    return None if math.isnan(joules[0]) else float(joules[0])
 
 
 def merged(first: Values, second: Values) -> dict[str, dict[str, Any]]:
