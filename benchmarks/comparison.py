@@ -3,12 +3,13 @@
 For each model, the strategies of the benchmark `strategies` take turns, and these:
 
     DDP, ZeRO-2, 4 checkpoints    activations are recomputed in backward, from the inputs of 4 groups of blocks
-    DDP, activations offloaded    activations are in other memory until backward (`train.offload_activations host`)
+    ZeRO-2, states in files       optimizer states are in memory-mapped files (`parallel.offload`)
+    DDP, activations in files     activations are in such files until backward (`train.offload_activations`)
 
 In addition to time, bytes sent and joules, the report has the memory by category within a step, as `monitor.timeline`
 records it. Without layers or ranks for it, a strategy is left out. The images are random. BatchNorm has the mean and
-variance of a rank's own samples, as under torch's DDP; by default, the trainer has those of the global batch. `--layers`, `--width`,
-`--heads` and `--sequence` change the GPT, `--channels` and `--pixels` the ResNets.
+variance of a rank's own samples, as under torch's DDP; by default, the trainer has those of the global batch.
+`--layers`, `--width`, `--heads` and `--sequence` change the GPT, `--channels` and `--pixels` the ResNets.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.nn import functional
 from benchmarks.runner.jobs import BenchmarkParser, gpt, run
 from benchmarks.runner.report import MIB, Panel, Report, ReportTable
 from benchmarks.runner.training_runs import UNENDING, Curve, Values, merged, step_seconds
-from benchmarks.strategies import DDP, Stats, make_parser, measured_strategies, strategies, table, targets_of
+from benchmarks.strategies import DDP, Stats, make_parser, measured_strategies, strategies, table
 from mpitrain.comm import Communicator
 from mpitrain.data import Description
 from mpitrain.data.prepare import prepare
@@ -74,7 +75,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
                 print(f" {name}:", flush=True)
             own = {"model": gpt(options)} if not MODELS[name] else _resnet(MODELS[name], folder, options)
             base = merged(merged(UNENDING, {"train": train, "optim": optim}), own)
-            ours = contenders(world.size, base["model"])
+            ours = contenders(world.size, base["model"], folder)
             results[name] = measured_strategies(world, base, ours, options, curves=True)
     return results
 
@@ -123,42 +124,43 @@ def make_resnet(description: Description, layers: int, width: int) -> nn.Module:
     return model
 
 
-def contenders(ranks: int, model: Mapping[str, Any]) -> dict[str, Values]:
+def contenders(ranks: int, model: Mapping[str, Any], folder: Path) -> dict[str, Values]:
     """Return the settings of each of our strategies, by name.
 
     Args:
         ranks: Number of ranks.
         model: Section [model].
+        folder: Folder for the files of offloaded states and activations.
     """
     blocks = model["layers"] if "layers" in model else sum(STAGES[model["options"]["layers"]][1])
     by_name = strategies(ranks, {"layers": blocks, "heads": model.get("heads", 1)})
-    named = {name: of for name, of in by_name.items() if "recompute" not in name}
+    named = {name: of for name, of in by_name.items() if "recompute" not in name and "host" not in name}
     fewer = {"train": {"recompute": f"every {-(-blocks // CHECKPOINTS)}"}}
     named |= {f"{name}, {CHECKPOINTS} checkpoints": by_name[name] | fewer for name in (DDP, "ZeRO-2")}
-    return named | {f"{DDP}, activations offloaded": by_name[DDP] | {"train": {"offload_activations": "host"}}}
+    named["ZeRO-2, states in files"] = {"parallel": {"zero": 2, "offload": str(folder / "states")}}
+    return named | {f"{DDP}, activations in files": {"train": {"offload_activations": str(folder / "activations")}}}
 
 
 # -- the report --------------------------------------------------------------------------------------------
 
 
 def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> Report:
-    """Return the report with tables, targets and plots.
+    """Return the report with tables and plots.
 
     Args:
         results: Results of `measure`, by number of ranks.
         options: Options of the command.
     """
-    tables, targets, panels = list[ReportTable](), [], list[Panel]()
+    tables, panels = list[ReportTable](), list[Panel]()
     for ranks, models in results.items():
         for name, result in models.items():
             tables += [table(ranks, result, name), _within_step(ranks, result["results"], name)]
-            targets += targets_of(ranks, result["results"], name)
         resnets = [name for name in models if MODELS[name]]
         if resnets:
             panels += _curves(models[resnets[-1]]["results"], f"{resnets[-1]}, {ranks} ranks")
         for name, result in models.items():
             panels += _bars(result["results"], f"{name}, {ranks} ranks")
-    return Report("DDP, ZeRO, pipelines and tensors beside torch and DeepSpeed", tables, targets, panels)
+    return Report("DDP, ZeRO, pipelines and tensors beside torch and DeepSpeed", tables, panels=panels)
 
 
 def peak(curve: Curve) -> Mapping[str, float]:

@@ -61,7 +61,7 @@ from mpitrain.trainer.optimizing import make_optimizer
 
 SECONDS = 5.0  # most of one measurement
 DDP = "DDP"  # the strategy that the others are compared with
-_AGREE = 2e-4  # largest relative difference of losses, from another order of sums
+AGREE = 2e-4  # largest relative difference of losses, from another order of sums
 # our strategy, and the peer that must not need less memory
 _COUNTERPARTS = {DDP: "torch DDP", "ZeRO-1": "torch DDP", "ZeRO-2": "torch DDP", "ZeRO-3": "FSDP2"}
 _COUNTERPARTS |= {"ZeRO-3 gathered": "FSDP2"}
@@ -134,7 +134,7 @@ def measured_strategies(
     with gloo(world):
         seconds = 2.0 if options.quick else SECONDS
         results = measured_runs(world, runs, options.rounds, options.steps, seconds, curves=curves)
-    require_equal({name: of["losses"] for name, of in results.items()}, _AGREE)
+    require_equal({name: of["losses"] for name, of in results.items()}, AGREE)
     return {"nodes": world.num_nodes, "model": base["model"], "batch": base["train"]["batch"], "results": results}
 
 
@@ -277,17 +277,16 @@ def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> R
         options: Options of the command.
     """
     tables = [table(*each) for each in results.items()]
-    targets = [target for ranks, result in results.items() for target in targets_of(ranks, result["results"])]
+    targets = [target for ranks, result in results.items() for target in _targets(ranks, result["results"])]
     return Report("One model by every strategy", tables, targets)
 
 
-def targets_of(ranks: int, results: Stats, model: str = "") -> list[ReportTarget]:
+def _targets(ranks: int, results: Stats) -> list[ReportTarget]:
     """Return the targets for the memory of our strategies beside that of peers."""
     targets = []
     for ours, theirs in _COUNTERPARTS.items():
         share = results[ours]["memory"] / results[theirs]["memory"] if {ours, theirs} <= set(results) else None
-        what = f"{ranks} ranks{model and ', '}{model}: peak memory of a rank, {ours} / {theirs}"
-        targets.append(target_of(what, share, most=1))
+        targets.append(target_of(f"{ranks} ranks: peak memory of a rank, {ours} / {theirs}", share, most=1))
     return targets
 
 

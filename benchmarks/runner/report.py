@@ -159,8 +159,8 @@ class Panel:
 
     @property
     def wide(self) -> bool:
-        """True if the names of the lines stand beside the plot, because there are more than eight."""
-        return len(self.lines) > 8
+        """True if the names of the lines stand beside the plot: there are more than eight, or bars at every place."""
+        return len(self.lines) > 8 or self.kind == "bars"
 
     def draw(self, axes: Any) -> None:
         """Draw the plot on `axes` of matplotlib."""
