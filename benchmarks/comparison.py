@@ -48,7 +48,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> BenchmarkParser:
-    parser = make_parser("comparison", "Train ResNets and a GPT with every strategy, and with torch.", "2", 2, 5)
+    parser = make_parser(
+        "comparison", "Train ResNets and a GPT with every strategy, and with torch.", "2", 2, 5, "strategies"
+    )
     parser.names("models", MODELS, "only these models", noun="model")
     parser.number("channels", 64, "channels after the stem of a ResNet", quick=8)
     parser.number("pixels", 32, "side of an image", quick=16)
@@ -76,7 +78,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
             own = {"model": gpt(options)} if not MODELS[name] else _resnet(MODELS[name], folder, options)
             base = merged(merged(UNENDING, {"train": train, "optim": optim}), own)
             ours = contenders(world.size, base["model"], folder)
-            results[name] = measured_strategies(world, base, ours, options, curves=True)
+            results[name] = measured_strategies(world, base, ours, options)
     return results
 
 
@@ -136,7 +138,7 @@ def contenders(ranks: int, model: Mapping[str, Any], folder: Path) -> dict[str, 
     by_name = strategies(ranks, {"layers": blocks, "heads": model.get("heads", 1)})
     named = {name: of for name, of in by_name.items() if "recompute" not in name and "host" not in name}
     fewer = {"train": {"recompute": f"every {-(-blocks // CHECKPOINTS)}"}}
-    named |= {f"{name}, {CHECKPOINTS} checkpoints": by_name[name] | fewer for name in (DDP, "ZeRO-2")}
+    named |= {f"{name}, {CHECKPOINTS} checkpoints": merged(by_name[name], fewer) for name in (DDP, "ZeRO-2")}
     named["ZeRO-2, states in files"] = {"parallel": {"zero": 2, "offload": str(folder / "states")}}
     return named | {f"{DDP}, activations in files": {"train": {"offload_activations": str(folder / "activations")}}}
 

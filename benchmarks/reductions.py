@@ -78,10 +78,10 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     for size in BUCKETS[::4] if options.quick else BUCKETS:
         buckets |= {("DDP", size): ours(0, "bucket_mb", size), ("ZeRO-2", size): ours(2, "bucket_mb", size)}
         buckets[TORCH, size] = theirs(partial(torch_ddp, size=size))
-    rings = {("DDP", number): ours(0, "rings", number) for number in RINGS}
+    rings: dict[tuple[str, float], Make] = {("DDP", number): ours(0, "rings", number) for number in RINGS}
     wraps = {OURS: DistributedDataParallel, TORCH: torch_ddp}
     with gloo(world):
-        result = {"buckets": _steps(world, buckets, options), "rings": _steps(world, rings, options)}
+        result: dict[str, Any] = {"buckets": _steps(world, buckets, options), "rings": _steps(world, rings, options)}
         result["no_sync"] = {
             name: {str(n): _passes(world, f"{name}, {n}", theirs(wrap, every=n), options) for n in EVERY}
             for name, wrap in wraps.items()

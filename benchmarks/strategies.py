@@ -77,19 +77,26 @@ def main(arguments: Sequence[str]) -> int:
 
         rest = [argument for argument in arguments if argument != "--full"]
         return comparison.main(rest) if is_launched() else every.main(["--only", "comparison", *rest])
-    parser = make_parser("strategies", "Train one model with every strategy, and with torch.", "4", 3, 10)
+    parser = make_parser("strategies", "Train one model with every strategy, and with torch.", "4", 3, 10, "only")
     parser.add("full", action="store_true", help="train ResNets, too, and write the page docs/strategies.md")
     return run(parser, measure, report, arguments)
 
 
-def make_parser(name: str, description: str, ranks: str, rounds: int, steps: int) -> BenchmarkParser:
-    """Return the options of a benchmark of strategies; the arguments are its name, and defaults of its options."""
+def make_parser(name: str, description: str, ranks: str, rounds: int, steps: int, only: str) -> BenchmarkParser:
+    """Return the options of a benchmark of strategies.
+
+    Args:
+        name: Name of the benchmark.
+        description: Description for `--help`.
+        ranks, rounds, steps: Defaults of these options.
+        only: Name of the option that selects strategies.
+    """
     parser = BenchmarkParser(name, description, ranks, too_few="strategies divide work between ranks")
     parser.model()
     parser.number("samples", 4, "samples for each rank")
     parser.number("rounds", rounds, "measurements of each strategy", quick=1)
     parser.number("steps", steps, "steps of a measurement", quick=3)
-    parser.add("only", metavar="'A;B'", help="only these strategies, and DDP")
+    parser.add(only, dest="only", metavar="'A;B'", help="only these strategies, and DDP")
     return parser
 
 
@@ -110,7 +117,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measured_strategies(
-    world: Communicator, base: Values, ours: Mapping[str, Values], options: argparse.Namespace, *, curves: bool = False
+    world: Communicator, base: Values, ours: Mapping[str, Values], options: argparse.Namespace
 ) -> dict[str, Any]:
     """Measure the training steps of a model by our strategies and by peers. Collective.
 
@@ -119,7 +126,6 @@ def measured_strategies(
         base: Configuration of all strategies.
         ours: Settings of each of our strategies, by name.
         options: Options of the command.
-        curves: If true, record the memory within a step.
 
     Returns:
         Number of nodes, [model], global batch, and the values of `measured_runs` by strategy.
@@ -128,12 +134,11 @@ def measured_strategies(
         name: partial(PeerRun, world, base, make) for name, make in peers().items()
     }
     only = {DDP, *(name.strip() for name in options.only.split(";"))} if options.only else {*makes}
-    if not curves and (unknown := only - {*makes}):
-        raise InputError(f"there is no strategy {min(unknown)!r} here; use one of {'; '.join(makes)}", agreed=True)
+    if options.only and not only & {*makes} - {DDP}:
+        raise InputError(f"there is no strategy {options.only!r} here; use some of {'; '.join(makes)}", agreed=True)
     runs = {name: make for name, make in makes.items() if name in only}
     with gloo(world):
-        seconds = 2.0 if options.quick else SECONDS
-        results = measured_runs(world, runs, options.rounds, options.steps, seconds, curves=curves)
+        results = measured_runs(world, runs, options.rounds, options.steps, 2.0 if options.quick else SECONDS)
     require_equal({name: of["losses"] for name, of in results.items()}, AGREE)
     return {"nodes": world.num_nodes, "model": base["model"], "batch": base["train"]["batch"], "results": results}
 

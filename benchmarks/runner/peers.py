@@ -255,7 +255,7 @@ def torch_training(
         precision: Function that returns a context for the forward pass, such as autocast.
         every: Number of passes whose gradients are added before they are reduced (`no_sync`) and the model is updated.
     """
-    model = module if wrap is None else wrap(module)
+    model: Any = module if wrap is None else wrap(module)
     optimizer, count = make_optimizer(model), 0
 
     def gradients(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -148,7 +148,7 @@ class Panel:
 
     label: str
     across: str
-    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    lines: Mapping[str, tuple[Sequence[Any], Sequence[float]]]
     styles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     title: str = ""
     log: bool = False

@@ -131,13 +131,7 @@ def watched_modules(module: nn.Module, sample: Callable[[float], None]) -> Itera
 
 
 def measured_runs(
-    world: Communicator,
-    makes: Mapping[str, Callable[[], TrainingRun]],
-    rounds: int,
-    steps: int,
-    seconds: float,
-    *,
-    curves: bool = False,
+    world: Communicator, makes: Mapping[str, Callable[[], TrainingRun]], rounds: int, steps: int, seconds: float
 ) -> dict[str, dict[str, Any]]:
     """Measure the steps of several training runs. Collective.
 
@@ -149,12 +143,11 @@ def measured_runs(
         rounds: Number of measurements of each run, in turns.
         steps: Most steps per measurement.
         seconds: Approximate limit of one measurement; slow runs take fewer steps, but at least three.
-        curves: If true, record the memory within a step.
 
     Returns:
         For each run, by name: "seconds": a list per round with the seconds of each step. "joules": joules of a step on
         all machines, per round, None where there is no counter. "curve": on rank 0, (seconds, bytes by category) within
-        a step; empty if not recorded. "memory": peak bytes of the
+        a step; empty if it cannot be counted. "memory": peak bytes of the
         rank with most. "account": bytes by category on rank 0. "largest": bytes by category, each the maximum over the
         ranks. "losses": losses of the first steps. "sent": see `SentBytes.stop`.
     """
@@ -164,8 +157,7 @@ def measured_runs(
     for make in makes.values():
         _measure_run(world, make, 1, 1.0)
     for name, make in makes.items():
-        watched = _measure_run(world, make, _WATCHED, 1.0, watching=True, curves=curves)[1]
-        results[name] = watched | {"seconds": [], "joules": []}
+        results[name] = _measure_run(world, make, _WATCHED, 1.0, watching=True)[1] | {"seconds": [], "joules": []}
     allocate(LARGE)
     for turn in range(rounds):
         for number, name in list(enumerate(names, 1))[:: -1 if turn % 2 else 1]:
@@ -185,13 +177,7 @@ def step_seconds(of: Mapping[str, Any]) -> float:
 
 @quiet()
 def _measure_run(
-    world: Communicator,
-    make: Callable[[], TrainingRun],
-    steps: int,
-    seconds: float,
-    *,
-    watching: bool = False,
-    curves: bool = False,
+    world: Communicator, make: Callable[[], TrainingRun], steps: int, seconds: float, *, watching: bool = False
 ) -> tuple[list[float], dict[str, Any]]:
     """Execute one run and return (seconds of its steps, the other values of `measured_runs`). Collective.
 
@@ -200,8 +186,7 @@ def _measure_run(
         make: Function that creates the run.
         steps: Most steps after the warm-up.
         seconds: Approximate limit; slow runs take fewer steps.
-        watching: If true, measure memory and bytes sent, and take all `steps`.
-        curves: If true, record the memory within one more step.
+        watching: If true, measure memory and bytes sent, take all `steps`, and record the memory within one more.
     """
     energy = EnergyMeter() if world.local_rank == 0 else None
     run, memory = make(), PeakMemory(world, watching)
@@ -226,7 +211,7 @@ def _measure_run(
     sent = meter.stop(count - WARM) if watching else None
     joules, account = joules_of(world, energy), run.account()
     peak, *largest = maxima(world, [memory.peak, *account.values()])
-    curve = run.curve() if curves else []
+    curve = run.curve() if watching else []
     run.close()
     values = {"memory": peak, "account": account, "largest": dict(zip(account, largest, strict=True)), "curve": curve}
     values["joules"] = None if joules is None else joules / (count - WARM)

@@ -79,7 +79,7 @@ def test_the_report_compares_with_ddp_and_with_the_memory_of_peers():
 def test_a_quick_full_run_has_the_memory_within_a_step_of_each_strategy(tmp_path):
     few = "ZeRO-2, 4 checkpoints; DDP, activations in files; pipeline 2; torch DDP; FSDP2"
     command = ["strategies", "--full", "--quick", "--models", "ResNet-18", "--ranks", "2", "--out", tmp_path]
-    done = bench(*command, "--only", few, timeout=280)
+    done = bench(*command, "--strategies", few, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     values = json.loads((tmp_path / "BENCH-comparison.json").read_text())
     runs = values["results"]["2"]["ResNet-18"]["results"]
