@@ -30,7 +30,7 @@ from benchmarks.waiting import smoothed
 from mpitrain.comm import Communicator
 from mpitrain.shard.ddp import DistributedDataParallel
 
-BUCKETS = (0.5, 1, 2, 5, 10, 25, 50, 100)  # MiB
+BUCKETS = (1, 2, 5, 10, 25, 100)  # MiB
 EVERY = (1, 2, 4, 8)  # passes
 RINGS = (1, 2, 3)
 TORCH, OURS = "torch DDP", "DistributedDataParallel"
@@ -41,11 +41,11 @@ def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
     what, few = "Compare sizes of buckets, no_sync, and rings.", "one rank reduces no gradients"
     parser = BenchmarkParser("reductions", what, "2", too_few=few)
-    for key, (value, quick) in {"layers": (6, 1), "width": (512, 32), "heads": (8, 2), "sequence": (64, 16)}.items():
+    for key, (value, quick) in {"layers": (4, 1), "width": (512, 32), "heads": (8, 2), "sequence": (64, 16)}.items():
         parser.number(key, value, f"model.{key}", quick=quick)
     parser.number("samples", 1, "samples for each rank and pass")
     parser.number("rounds", 2, "measurements of each step", quick=1)
-    parser.number("steps", 8, "steps of a measurement", quick=3)
+    parser.number("steps", 6, "steps of a measurement", quick=3)
     parser.number("passes", 64, "passes with no_sync", quick=16)
     return run(parser, measure, report, arguments)
 
@@ -75,7 +75,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         return nn.parallel.DistributedDataParallel(module, bucket_cap_mb=size, gradient_as_bucket_view=True)
 
     buckets: dict[tuple[str, float], Make] = {}
-    for size in BUCKETS[::4] if options.quick else BUCKETS:
+    for size in BUCKETS[::3] if options.quick else BUCKETS:
         buckets |= {("DDP", size): ours(0, "bucket_mb", size), ("ZeRO-2", size): ours(2, "bucket_mb", size)}
         buckets[TORCH, size] = theirs(partial(torch_ddp, size=size))
     rings: dict[tuple[str, float], Make] = {("DDP", number): ours(0, "rings", number) for number in RINGS}
