@@ -75,8 +75,8 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         for name in options.models or (_QUICK if options.quick else MODELS):
             if world.rank == 0:
                 print(f" {name}:", flush=True)
-            own = {"model": gpt(options)} if not MODELS[name] else _resnet(MODELS[name], folder, options)
-            base = merged(merged(UNENDING, {"train": train, "optim": optim}), own)
+            sections = {"model": gpt(options)} if not MODELS[name] else _resnet(MODELS[name], folder, options)
+            base = merged(merged(UNENDING, {"train": train, "optim": optim}), sections)
             ours = contenders(world.size, base["model"], folder)
             results[name] = measured_strategies(world, base, ours, options)
     return results

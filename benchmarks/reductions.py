@@ -1,4 +1,4 @@
-"""How gradients are reduced: sizes of buckets, passes between two reductions, and communicators for buckets in turn.
+"""Reductions of gradients: sizes of buckets, passes between two reductions, and communicators for buckets in turn.
 
 The measurements follow figures 7 to 12 of Li et al. 2020 (PyTorch Distributed). All train the same GPT:
 

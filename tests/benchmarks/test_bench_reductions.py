@@ -14,7 +14,7 @@ from benchmarks.runner.report import plot, values_of
 
 @pytest.mark.campaign
 @pytest.mark.timeout(240)
-def test_a_quick_run_measures_each_size_and_converges_alike(tmp_path):
+def test_a_quick_run_measures_each_size_and_converges_as_torch_does(tmp_path):
     done = bench("reductions", "--quick", "--out", tmp_path, timeout=220)
     assert done.returncode == 0, done.stdout + done.stderr
     values = json.loads((tmp_path / "BENCH-reductions.json").read_text())
