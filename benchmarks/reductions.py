@@ -147,9 +147,10 @@ def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> R
             tables.append(ReportTable(f"{ranks} ranks: {what}", columns, rows, note))
             lines = {name: ([*map(float, by)], [1e3 * each for each in by.values()]) for name, by in of.items()}
             top = 1.1 * max(max(y) for _, y in lines.values())
-            panels.append(Panel(f"ms of a {what.split()[0]}", label, lines, title=f"{ranks} ranks", top=top))
-        for name, by in result["no_sync"].items():
-            counts = list(range(1, options.passes + 1))
-            curves = {f"every {every}": (counts, smoothed(of["losses"])) for every, of in by.items()}
-            panels.append(Panel("loss, nats per token", "passes", curves, title=f"{ranks} ranks, {name}"))
+            panels.append(
+                Panel(f"ms of a {what.split()[0]}", label, lines, title=f"{ranks} ranks", doubling=True, top=top)
+            )
+        counts, by = list(range(1, options.passes + 1)), result["no_sync"][OURS]
+        curves = {f"reduced every {n}": (counts, smoothed(of["losses"])) for n, of in by.items()}
+        panels.append(Panel("loss, nats per token", "passes", curves, title=f"{ranks} ranks, {OURS}"))
     return Report("Reductions of gradients", tables, panels=panels)

@@ -39,6 +39,6 @@ def test_the_report_has_a_table_and_a_plot_of_each_sweep(tmp_path):
     assert "No core is free" in buckets.note
     assert [panel.across for panel in summary.panels] == ["MiB of a bucket", "rings", "passes", "passes"]
     assert summary.panels[0].lines["DDP"] == ([0.5, 25.0], [300.0, 200.0])
-    assert summary.panels[3].lines["every 8"] == ([1, 2], [3.0, 2.75])
+    assert summary.panels[3].lines["reduced every 8"] == ([1, 2], [3.0, 2.75])
     values = values_of("reductions", summary, {2: {"commit": "abc", "clean": True}}, False)
     assert plot(values, tmp_path / "reductions.png")
