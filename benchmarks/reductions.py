@@ -24,8 +24,16 @@ from torch import nn
 from benchmarks.runner.jobs import BenchmarkParser, gpt, quiet, run, say
 from benchmarks.runner.peers import gloo, require_equal, torch_training
 from benchmarks.runner.report import Panel, Report, ReportTable
-from benchmarks.runner.training_runs import UNENDING, TrainerRun, TrainingRun, measured_runs, merged, step_seconds
-from benchmarks.strategies import AGREE, PeerRun
+from benchmarks.runner.training_runs import (
+    UNENDING,
+    PeerRun,
+    TrainerRun,
+    TrainingRun,
+    measured_runs,
+    merged,
+    step_seconds,
+)
+from benchmarks.strategies import AGREE
 from benchmarks.waiting import smoothed
 from mpitrain.comm import Communicator
 from mpitrain.shard.ddp import DistributedDataParallel

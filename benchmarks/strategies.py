@@ -23,41 +23,17 @@ and writes the page docs/strategies.md, as `python -m benchmarks all --only comp
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-
 from benchmarks.runner.jobs import BenchmarkParser, gpt, run
-from benchmarks.runner.peers import MakePeer, gloo, peers, require_equal
+from benchmarks.runner.peers import gloo, peers, require_equal
 from benchmarks.runner.report import MIB, Cell, Report, ReportTable, ReportTarget, target_of
-from benchmarks.runner.training_runs import (
-    KINDS,
-    UNENDING,
-    Curve,
-    TrainerRun,
-    Values,
-    measured_runs,
-    merged,
-    step_seconds,
-    watched_modules,
-)
+from benchmarks.runner.training_runs import KINDS, UNENDING, PeerRun, TrainerRun, measured_runs, merged, step_seconds
 from mpitrain.comm import Communicator
-from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
 from mpitrain.measuring.self_start import is_launched
-from mpitrain.models import build_model
-from mpitrain.parallel.activations import unpack
-from mpitrain.shard.virtual_workers import VirtualWorkers
-from mpitrain.trainer.data import batches, open_data
-from mpitrain.trainer.memory import ActivationMeter, KeptTensor, KeptTensors
-from mpitrain.trainer.optimizing import make_optimizer
 
 SECONDS = 5.0  # most of one measurement
 DDP = "DDP"  # the strategy that the others are compared with
@@ -117,7 +93,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measured_strategies(
-    world: Communicator, base: Values, ours: Mapping[str, Values], options: argparse.Namespace
+    world: Communicator, base: dict[str, Any], ours: Mapping[str, Any], options: argparse.Namespace
 ) -> dict[str, Any]:
     """Measure the training steps of a model by our strategies and by peers. Collective.
 
@@ -143,7 +119,7 @@ def measured_strategies(
     return {"nodes": world.num_nodes, "model": base["model"], "batch": base["train"]["batch"], "results": results}
 
 
-def strategies(ranks: int, model: Mapping[str, int]) -> dict[str, Values]:
+def strategies(ranks: int, model: Mapping[str, int]) -> dict[str, Any]:
     """Return the settings of each of our strategies, by name.
 
     Args:
@@ -156,7 +132,7 @@ def strategies(ranks: int, model: Mapping[str, int]) -> dict[str, Values]:
         "ZeRO-3 gathered": {"zero": 3, "share_node": False},
         "ZeRO-2, states on the host": {"zero": 2, "offload": "host"},
     }
-    by_name: dict[str, Values] = {name: {"parallel": values} for name, values in parallel.items()}
+    by_name: dict[str, Any] = {name: {"parallel": values} for name, values in parallel.items()}
     recompute = {"train": {"recompute": True}}
     by_name |= {f"{name}, recompute": {"parallel": parallel[name], **recompute} for name in (DDP, "ZeRO-3")}
     # all ranks along one axis, two along one axis, and two along each
@@ -168,107 +144,6 @@ def strategies(ranks: int, model: Mapping[str, int]) -> dict[str, Values]:
         name = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
         by_name[name] = {"parallel": {"pipeline": stages, "tensor": tensor, "zero": int(data > 1)}}
     return by_name
-
-
-class PeerRun:
-    """A `TrainingRun` of a peer, with our data, model and optimizer; gradients are not clipped.
-
-    Each rank trains on an equal share of every global batch, in one microbatch, as in our own runs.
-
-    Args:
-        world: Communicator of all ranks.
-        config: Values of the configuration, by section and key.
-        make: Function that creates the training by the peer.
-    """
-
-    def __init__(self, world: Communicator, config: Values, make: MakePeer) -> None:
-        self.world, self.config, self._make = world, Config.from_dict(config), make
-        self._batches = contextlib.ExitStack()
-        self._activations = 0
-
-    def prepare(self) -> None:
-        """Create the model and its optimizer. Collective."""
-        config, world = self.config, self.world
-        data, _ = open_data(config, world)
-        torch.manual_seed(config.run.seed)
-        task = build_model(config.model, data.description)
-        share = VirtualWorkers(world.rank, world.size, world.size).share
-        self._coming = iter(self._batches.enter_context(batches(config, share, data, 0)))
-        self._module = task.module
-
-        def optimizer(module: nn.Module) -> torch.optim.Optimizer:
-            return make_optimizer(config.optim, module.named_parameters())
-
-        self._peer = self._make(task.module, task.loss, optimizer)
-
-    def step(self) -> float:
-        """Take the next step, with its batch, and return the mean loss over the global batch. Collective."""
-        batch, meter = next(self._coming), None
-        # equal in each step; not counted under FSDP2, where autograd also saves gathered parameters
-        if not self._activations and not any(hasattr(p, "to_local") for p in self._peer.model.parameters()):
-            meter = ActivationMeter(self._module)
-        with saved_tensors_hooks(meter.add, lambda saved: saved) if meter else contextlib.nullcontext():
-            loss = self._peer.gradients(batch.x, batch.y)
-        if meter:
-            self._activations = meter.nbytes
-        self._peer.update()
-        mean_loss = loss.double().reshape(1)
-        torch.distributed.all_reduce(mean_loss)
-        return float(mean_loss) / self.world.size
-
-    def account(self) -> dict[str, float]:
-        """Return the bytes on this rank by category, without buffers, and without what DeepSpeed hides."""
-        parameters = list(self._peer.model.parameters())
-        states = (value for of in self._peer.optimizer.state.values() for value in of.values())
-        tensors_of: dict[str, Iterable[Any]] = {"parameters": parameters, "states": states}
-        tensors_of["gradients"] = (p.grad for p in parameters)
-        counted = {kind: _bytes(tensors) for kind, tensors in tensors_of.items()}
-        return dict.fromkeys(KINDS, 0.0) | counted | {"activations": float(self._activations)}
-
-    def curve(self) -> Curve:
-        """Take the next step, and return this rank's memory within it; empty for DeepSpeed. Collective.
-
-        FSDP2's gathered parameters are added to its shares. torch's DDP has gradients in buckets, which stay.
-        """
-        model, tensors, rows = self._peer.model, KeptTensors(), Curve()
-        if type(model).__module__.startswith("deepspeed"):
-            return rows
-        before = self.account()
-        shares = _bytes(p for p in model.parameters() if hasattr(p, "to_local"))
-        stay = before["gradients"] if hasattr(model, "reducer") else 0.0
-
-        def sample(at: float) -> None:
-            parameters = list(model.parameters())
-            nbytes = {"parameters": shares + _bytes(p for p in parameters if not hasattr(p, "to_local"))}
-            nbytes |= {"gradients": stay or _bytes(p.grad for p in parameters), "states": before["states"]}
-            rows.append((at, nbytes | {"activations": float(tensors.nbytes), "buffers": 0.0}))
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor | KeptTensor:
-            origin = tensor._base if tensor._base is not None else tensor
-            return tensor if origin.is_leaf and origin.requires_grad else tensors.keep(tensor)  # not parameters
-
-        tensors.at_peak = lambda: sample(time.perf_counter())
-        with watched_modules(self._module, sample), saved_tensors_hooks(keep, unpack):
-            sample(began := time.perf_counter())
-            self.step()
-            sample(time.perf_counter())
-        return [(at - began, nbytes) for at, nbytes in rows]
-
-    def close(self) -> None:
-        """Free the model, the optimizer and the data. Collective."""
-        self._batches.close()
-        self.__dict__.clear()
-        gc.collect()  # wrappers and hooks refer to each other
-
-
-def _bytes(tensors: Iterable[Any]) -> float:
-    """Return the bytes of tensors on this rank: for distributed tensors, its share. Scalars do not count."""
-    nbytes = 0
-    for tensor in tensors:
-        if torch.is_tensor(tensor) and tensor.numel() > 1:
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            nbytes += local.numel() * local.element_size()
-    return float(nbytes)
 
 
 # -- the report --------------------------------------------------------------------------------------------
