@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.runner.jobs import BenchmarkParser, gpt, run
+from benchmarks.runner.peers import gloo
 from benchmarks.runner.report import MIB, Panel, Report, ReportTable
 from benchmarks.runner.training_runs import UNENDING, Curve, Values, merged, step_seconds
 from benchmarks.strategies import DDP, Stats, make_parser, measured_strategies, strategies, table
@@ -68,7 +69,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         Results of `measured_strategies`, by model.
     """
     results = {}
-    with temporary_folder(world, options.out) as folder:
+    with temporary_folder(world, options.out) as folder, gloo(world):  # DeepSpeed needs one group for all models
         world.on_root(lambda: _make_images(folder, options.pixels))
         train = {"batch": options.samples * world.size, "microbatch": options.samples, "clip": 0.0}
         optim = {"schedule": "constant", "warmup": 0, "lr": 1e-4, "name": "adamw"}

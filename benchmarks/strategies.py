@@ -89,7 +89,8 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     train = {"batch": options.samples * world.size, "clip": 0.0}
     optim = {"schedule": "constant", "warmup": 0, "lr": 1e-3}
     base = merged(UNENDING, {"model": gpt(options), "train": train, "optim": optim})
-    return measured_strategies(world, base, strategies(world.size, base["model"]), options)
+    with gloo(world):
+        return measured_strategies(world, base, strategies(world.size, base["model"]), options)
 
 
 def measured_strategies(
@@ -98,7 +99,7 @@ def measured_strategies(
     """Measure the training steps of a model by our strategies and by peers. Collective.
 
     Args:
-        world: Communicator of all ranks.
+        world: Communicator of all ranks, and of the default group of torch.distributed.
         base: Configuration of all strategies.
         ours: Settings of each of our strategies, by name.
         options: Options of the command.
@@ -113,8 +114,7 @@ def measured_strategies(
     if options.only and not only & {*makes} - {DDP}:
         raise InputError(f"there is no strategy {options.only!r} here; use some of {'; '.join(makes)}", agreed=True)
     runs = {name: make for name, make in makes.items() if name in only}
-    with gloo(world):
-        results = measured_runs(world, runs, options.rounds, options.steps, 2.0 if options.quick else SECONDS)
+    results = measured_runs(world, runs, options.rounds, options.steps, 2.0 if options.quick else SECONDS)
     require_equal({name: of["losses"] for name, of in results.items()}, AGREE)
     return {"nodes": world.num_nodes, "model": base["model"], "batch": base["train"]["batch"], "results": results}
 
