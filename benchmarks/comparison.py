@@ -141,7 +141,8 @@ def contenders(ranks: int, model: Mapping[str, Any], folder: Path) -> dict[str, 
     fewer = {"train": {"recompute": f"every {-(-blocks // CHECKPOINTS)}"}}
     named |= {f"{name}, {CHECKPOINTS} checkpoints": merged(by_name[name], fewer) for name in (DDP, "ZeRO-2")}
     named["ZeRO-2, states in files"] = {"parallel": {"zero": 2, "offload": str(folder / "states")}}
-    return named | {f"{DDP}, activations in files": {"train": {"offload_activations": str(folder / "activations")}}}
+    in_files = {"train": {"offload_activations": str(folder / "activations")}}
+    return named | {f"{DDP}, activations in files": merged(by_name[DDP], in_files)}
 
 
 # -- the report --------------------------------------------------------------------------------------------
