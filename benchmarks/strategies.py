@@ -13,39 +13,31 @@ processes, for several rounds. If their losses differ, the benchmark fails.
     torch DDP, FSDP2, DeepSpeed  over gloo; DeepSpeed only if it is installed (extra `peers`), without its categories
 
 The report shows for each strategy the measured time of a step and the measured memory of a rank, its memory by category
-as counted from the tensors (maximum over the ranks), and the bytes that a rank sends per step. `--layers`, `--width`,
-`--heads` and `--sequence` change the GPT.
+as counted from the tensors (maximum over the ranks), the bytes that a rank sends per step, and the joules of a step
+where the machine counts them. `--layers`, `--width`, `--heads` and `--sequence` change the GPT.
+
+`--full` is the benchmark `comparison`: ResNets, too, and the memory within a step. Without mpirun, it keeps the result
+and writes the page docs/strategies.md, as `python -m benchmarks all --only comparison` does.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-
 from benchmarks.runner.jobs import BenchmarkParser, gpt, run
-from benchmarks.runner.peers import MakePeer, gloo, peers, require_equal
+from benchmarks.runner.peers import gloo, peers, require_equal
 from benchmarks.runner.report import MIB, Cell, Report, ReportTable, ReportTarget, target_of
-from benchmarks.runner.training_runs import KINDS, UNENDING, TrainerRun, Values, measured_runs, merged, step_seconds
+from benchmarks.runner.training_runs import KINDS, UNENDING, PeerRun, TrainerRun, measured_runs, merged, step_seconds
 from mpitrain.comm import Communicator
-from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
-from mpitrain.models import build_model
-from mpitrain.shard.virtual_workers import VirtualWorkers
-from mpitrain.trainer.data import batches, open_data
-from mpitrain.trainer.memory import ActivationMeter
-from mpitrain.trainer.optimizing import make_optimizer
+from mpitrain.measuring.self_start import is_launched
 
 SECONDS = 5.0  # most of one measurement
 DDP = "DDP"  # the strategy that the others are compared with
-_AGREE = 2e-4  # largest relative difference of losses, from another order of sums
+AGREE = 2e-4  # largest relative difference of losses, from another order of sums
 # our strategy, and the peer that must not need less memory
 _COUNTERPARTS = {DDP: "torch DDP", "ZeRO-1": "torch DDP", "ZeRO-2": "torch DDP", "ZeRO-3": "FSDP2"}
 _COUNTERPARTS |= {"ZeRO-3 gathered": "FSDP2"}
@@ -55,14 +47,33 @@ Stats = dict[str, dict[str, Any]]  # measured values by strategy
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and return its exit code."""
-    few = "strategies divide work between ranks"
-    parser = BenchmarkParser("strategies", "Train one model with every strategy, and with torch.", "4", too_few=few)
+    if "--full" in arguments:
+        from benchmarks import all as every
+        from benchmarks import comparison
+
+        rest = [argument for argument in arguments if argument != "--full"]
+        return comparison.main(rest) if is_launched() else every.main(["--only", "comparison", *rest])
+    parser = make_parser("strategies", "Train one model with every strategy, and with torch.", "4", 3, 10, "only")
+    parser.add("full", action="store_true", help="train ResNets, too, and write the page docs/strategies.md")
+    return run(parser, measure, report, arguments)
+
+
+def make_parser(name: str, description: str, ranks: str, rounds: int, steps: int, only: str) -> BenchmarkParser:
+    """Return the options of a benchmark of strategies.
+
+    Args:
+        name: Name of the benchmark.
+        description: Description for `--help`.
+        ranks, rounds, steps: Defaults of these options.
+        only: Name of the option that selects strategies.
+    """
+    parser = BenchmarkParser(name, description, ranks, too_few="strategies divide work between ranks")
     parser.model()
     parser.number("samples", 4, "samples for each rank")
-    parser.number("rounds", 3, "measurements of each strategy", quick=1)
-    parser.number("steps", 10, "steps of a measurement", quick=3)
-    parser.add("only", metavar="'A;B'", help="only these strategies, and DDP")
-    return run(parser, measure, report, arguments)
+    parser.number("rounds", rounds, "measurements of each strategy", quick=1)
+    parser.number("steps", steps, "steps of a measurement", quick=3)
+    parser.add(only, dest="only", metavar="'A;B'", help="only these strategies, and DDP")
+    return parser
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -78,21 +89,37 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     train = {"batch": options.samples * world.size, "clip": 0.0}
     optim = {"schedule": "constant", "warmup": 0, "lr": 1e-3}
     base = merged(UNENDING, {"model": gpt(options), "train": train, "optim": optim})
-    ours = strategies(world.size, base["model"])
+    with gloo(world):
+        return measured_strategies(world, base, strategies(world.size, base["model"]), options)
+
+
+def measured_strategies(
+    world: Communicator, base: dict[str, Any], ours: Mapping[str, Any], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Measure the training steps of a model by our strategies and by peers. Collective.
+
+    Args:
+        world: Communicator of all ranks, and of the default group of torch.distributed.
+        base: Configuration of all strategies.
+        ours: Settings of each of our strategies, by name.
+        options: Options of the command.
+
+    Returns:
+        Number of nodes, [model], global batch, and the values of `measured_runs` by strategy.
+    """
     makes = {name: partial(TrainerRun, world, merged(base, values)) for name, values in ours.items()} | {
         name: partial(PeerRun, world, base, make) for name, make in peers().items()
     }
     only = {DDP, *(name.strip() for name in options.only.split(";"))} if options.only else {*makes}
-    if unknown := only - {*makes}:
-        raise InputError(f"there is no strategy {min(unknown)!r} here; use one of {'; '.join(makes)}", agreed=True)
+    if options.only and not only & {*makes} - {DDP}:
+        raise InputError(f"there is no strategy {options.only!r} here; use some of {'; '.join(makes)}", agreed=True)
     runs = {name: make for name, make in makes.items() if name in only}
-    with gloo(world):
-        results = measured_runs(world, runs, options.rounds, options.steps, 2.0 if options.quick else SECONDS)
-    require_equal({name: of["losses"] for name, of in results.items()}, _AGREE)
-    return {"nodes": world.num_nodes, "model": base["model"], "batch": base["train"]["batch"], "found": results}
+    results = measured_runs(world, runs, options.rounds, options.steps, 2.0 if options.quick else SECONDS)
+    require_equal({name: of["losses"] for name, of in results.items()}, AGREE)
+    return {"nodes": world.num_nodes, "model": base["model"], "batch": base["train"]["batch"], "results": results}
 
 
-def strategies(ranks: int, model: Mapping[str, int]) -> dict[str, Values]:
+def strategies(ranks: int, model: Mapping[str, int]) -> dict[str, Any]:
     """Return the settings of each of our strategies, by name.
 
     Args:
@@ -105,7 +132,7 @@ def strategies(ranks: int, model: Mapping[str, int]) -> dict[str, Values]:
         "ZeRO-3 gathered": {"zero": 3, "share_node": False},
         "ZeRO-2, states on the host": {"zero": 2, "offload": "host"},
     }
-    by_name: dict[str, Values] = {name: {"parallel": values} for name, values in parallel.items()}
+    by_name: dict[str, Any] = {name: {"parallel": values} for name, values in parallel.items()}
     recompute = {"train": {"recompute": True}}
     by_name |= {f"{name}, recompute": {"parallel": parallel[name], **recompute} for name in (DDP, "ZeRO-3")}
     # all ranks along one axis, two along one axis, and two along each
@@ -119,78 +146,6 @@ def strategies(ranks: int, model: Mapping[str, int]) -> dict[str, Values]:
     return by_name
 
 
-class PeerRun:
-    """A `TrainingRun` of a peer, with our data, model and optimizer; gradients are not clipped.
-
-    Each rank trains on an equal share of every global batch, in one microbatch, as in our own runs.
-
-    Args:
-        world: Communicator of all ranks.
-        config: Values of the configuration, by section and key.
-        make: Function that creates the training by the peer.
-    """
-
-    def __init__(self, world: Communicator, config: Values, make: MakePeer) -> None:
-        self.world, self.config, self._make = world, Config.from_dict(config), make
-        self._batches = contextlib.ExitStack()
-        self._activations = 0
-
-    def prepare(self) -> None:
-        """Create the model and its optimizer. Collective."""
-        config, world = self.config, self.world
-        data, _ = open_data(config, world)
-        torch.manual_seed(config.run.seed)
-        task = build_model(config.model, data.description)
-        share = VirtualWorkers(world.rank, world.size, world.size).share
-        self._coming = iter(self._batches.enter_context(batches(config, share, data, 0)))
-        self._module = task.module
-
-        def optimizer(module: nn.Module) -> torch.optim.Optimizer:
-            return make_optimizer(config.optim, module.named_parameters())
-
-        self._peer = self._make(task.module, task.loss, optimizer)
-
-    def step(self) -> float:
-        """Take the next step, with its batch, and return the mean loss over the global batch. Collective."""
-        batch, meter = next(self._coming), None
-        # equal in each step; not counted under FSDP2, where autograd also saves gathered parameters
-        if not self._activations and not any(hasattr(p, "to_local") for p in self._peer.model.parameters()):
-            meter = ActivationMeter(self._module)
-        with saved_tensors_hooks(meter.add, lambda saved: saved) if meter else contextlib.nullcontext():
-            loss = self._peer.gradients(batch.x, batch.y)
-        if meter:
-            self._activations = meter.nbytes
-        self._peer.update()
-        mean_loss = loss.double().reshape(1)
-        torch.distributed.all_reduce(mean_loss)
-        return float(mean_loss) / self.world.size
-
-    def account(self) -> dict[str, float]:
-        """Return the bytes on this rank by category, without buffers, and without what DeepSpeed hides."""
-        parameters = list(self._peer.model.parameters())
-        states = (value for of in self._peer.optimizer.state.values() for value in of.values())
-        tensors_of: dict[str, Iterable[Any]] = {"parameters": parameters, "states": states}
-        tensors_of["gradients"] = (p.grad for p in parameters)
-        counted = {kind: _bytes(tensors) for kind, tensors in tensors_of.items()}
-        return dict.fromkeys(KINDS, 0.0) | counted | {"activations": float(self._activations)}
-
-    def close(self) -> None:
-        """Free the model, the optimizer and the data. Collective."""
-        self._batches.close()
-        self.__dict__.clear()
-        gc.collect()  # wrappers and hooks refer to each other
-
-
-def _bytes(tensors: Iterable[Any]) -> float:
-    """Return the bytes of tensors on this rank: for distributed tensors, its share. Scalars do not count."""
-    nbytes = 0
-    for tensor in tensors:
-        if torch.is_tensor(tensor) and tensor.numel() > 1:
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            nbytes += local.numel() * local.element_size()
-    return float(nbytes)
-
-
 # -- the report --------------------------------------------------------------------------------------------
 
 
@@ -201,8 +156,8 @@ def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> R
         results: Results of `measure`, by number of ranks.
         options: Options of the command.
     """
-    tables = [_table(*each) for each in results.items()]
-    targets = [target for ranks, result in results.items() for target in _targets(ranks, result["found"])]
+    tables = [table(*each) for each in results.items()]
+    targets = [target for ranks, result in results.items() for target in _targets(ranks, result["results"])]
     return Report("One model by every strategy", tables, targets)
 
 
@@ -215,22 +170,31 @@ def _targets(ranks: int, results: Stats) -> list[ReportTarget]:
     return targets
 
 
-def _table(ranks: int, result: dict[str, Any]) -> ReportTable:
-    results: Stats = result["found"]
-    model = ", ".join(f"{key} {value}" for key, value in result["model"].items() if key != "name")
-    title = f"{ranks} ranks on {result['nodes']} node(s): GPT of {model}; batch {result['batch']}"
+def table(ranks: int, result: dict[str, Any], model: str = "") -> ReportTable:
+    """Return the table of a model: time, memory, bytes sent, joules and loss of each strategy.
+
+    Args:
+        ranks: Number of ranks.
+        result: Result of `measured_strategies`.
+        model: Name of the model; empty: the sizes of the GPT.
+    """
+    results: Stats = result["results"]
+    model = model or "GPT of " + ", ".join(f"{key} {of}" for key, of in result["model"].items() if key != "name")
+    title = f"{ranks} ranks on {result['nodes']} node(s): {model}; batch {result['batch']}"
     base = step_seconds(results[DDP])
     rows: list[list[Cell]] = []
     for name, of in results.items():
         kinds = [of["largest"][kind] / MIB or None for kind in KINDS]
         through = [None if nbytes is None else nbytes / 1e6 for nbytes in of["sent"].values()]
         step = step_seconds(of)
-        rows.append([name, step * 1e3, step / base, of["memory"] / MIB, *kinds, *through, f"{of['losses'][-1]:.5f}"])
-    columns = ("strategy", "step ms", "/ DDP", "peak MiB", *KINDS, "MB sent inside", "MB sent between", "loss")
+        last = min((each for each in of["joules"] if each is not None), default=None), f"{of['losses'][-1]:.5f}"
+        rows.append([name, step * 1e3, step / base, of["memory"] / MIB, *kinds, *through, *last])
+    columns = ("strategy", "step ms", "/ DDP", "peak MiB", *KINDS, "MB sent inside", "MB sent between", "J", "loss")
     note = (
         "Step: median of the quietest round. Peak: the rank that takes most, shared pages divided by those who have "
         "them; the columns after it, in MiB, are counted from the tensors, each of the rank that has most of it. Sent: "
         "a rank and step, to ranks of its node (or out of their memory) and to other nodes; of peers what went through "
-        "the loopback interface, with TCP's headers. Loss: of the third step."
+        "the loopback interface, with TCP's headers. J: joules of a step on all machines, as their processors count "
+        "them. Loss: of the third step."
     )
     return ReportTable(title, columns, rows, note)

@@ -34,6 +34,7 @@ from mpitrain.config.settings import Config
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.models.gpt import GPT
 from mpitrain.shard.ddp import DistributedDataParallel
+from mpitrain.shard.flat import blocks_of
 from mpitrain.trainer.engine import Engine
 
 _PATIENCE = timedelta(seconds=300)
@@ -141,14 +142,14 @@ def fully_sharded(model: Any, group: Any) -> Any:
     """Apply FSDP2 to a model, with each of its blocks as a unit, and return it.
 
     Args:
-        model: Model with a list `blocks`.
+        model: Model with blocks, see `blocks_of`.
         group: Process group of torch.distributed.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = DeviceMesh.from_group(group, "cpu")
-    for block in model.blocks:
+    for block in blocks_of(model):
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
@@ -236,7 +237,13 @@ def peers() -> dict[str, MakePeer]:
 
 
 def torch_training(
-    module: nn.Module, loss: Loss, make_optimizer: MakeOptimizer, *, wrap: Any = None, precision: Any = nullcontext
+    module: nn.Module,
+    loss: Loss,
+    make_optimizer: MakeOptimizer,
+    *,
+    wrap: Any = None,
+    precision: Any = nullcontext,
+    every: int = 1,
 ) -> PeerTraining:
     """Return the training of a module by plain torch.
 
@@ -246,18 +253,23 @@ def torch_training(
         make_optimizer: Function that creates the optimizer of the wrapped module.
         wrap: Function that wraps the module; None: it is not wrapped, and every rank trains alone.
         precision: Function that returns a context for the forward pass, such as autocast.
+        every: Number of passes whose gradients are added before they are reduced (`no_sync`) and the model is updated.
     """
-    model = module if wrap is None else wrap(module)
-    optimizer = make_optimizer(model)
+    model: Any = module if wrap is None else wrap(module)
+    optimizer, count = make_optimizer(model), 0
 
     def gradients(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        with precision():
-            value = loss(model(x), y)
-        value.backward()
+        nonlocal count
+        if count % every == 0:
+            optimizer.zero_grad(set_to_none=True)
+        count += 1
+        with model.no_sync() if count % every else nullcontext():
+            with precision():
+                value = loss(model(x), y)
+            value.backward()
         return value.detach()
 
-    return PeerTraining(model, optimizer, gradients, optimizer.step)
+    return PeerTraining(model, optimizer, gradients, lambda: None if count % every else optimizer.step())
 
 
 def _deepspeed_training(module: nn.Module, loss: Loss, make_optimizer: MakeOptimizer, *, stage: int) -> PeerTraining:

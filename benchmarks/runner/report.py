@@ -130,39 +130,56 @@ def milliseconds(times: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Panel:
-    """A plot of lines or points.
+    """A plot of lines, points, areas or bars.
 
     Attributes:
         label: Label of the y axis.
         across: Label of the x axis.
-        lines: (x values, y values) of each line, by label.
+        lines: (x values, y values) of each line, by label; of bars, (names, lengths).
         styles: Keyword arguments of matplotlib's `plot`, by label of the line.
         title: Heading above the plot; empty: none.
         log: If true, both axes are logarithmic.
         doubling: If true, the x axis is logarithmic, in powers of two.
         band: Half width of a band around y = x, relative to x, in a plot of points instead of lines; None: no band.
+        kind: "lines"; "areas": the areas under the lines, on top of each other; "bars": bars to the right, one for each
+            name, end to end.
+        top: Upper end of the y axis; None: that of the values.
     """
 
     label: str
     across: str
-    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    lines: Mapping[str, tuple[Sequence[Any], Sequence[float]]]
     styles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     title: str = ""
     log: bool = False
     doubling: bool = False
     band: float | None = None
+    kind: str = "lines"
+    top: float | None = None
 
     @property
     def wide(self) -> bool:
-        """True if the names of the lines stand beside the plot, because there are more than eight."""
-        return len(self.lines) > 8
+        """True if the names of the lines stand beside the plot: there are more than eight, or bars at every place."""
+        return len(self.lines) > 8 or self.kind == "bars"
 
     def draw(self, axes: Any) -> None:
         """Draw the plot on `axes` of matplotlib."""
+        ends: Any = 0.0
         for label, (x, y) in self.lines.items():
+            begins, ends = ends, np.add(ends, y) if self.kind != "lines" else 0.0
+            if self.kind == "areas":
+                axes.fill_between(x, begins, ends, label=label, linewidth=0)
+                continue
+            if self.kind == "bars":
+                axes.barh(x, y, left=begins, label=label)
+                continue
             style = {"marker": "."} if self.band is None else {"marker": "o", "linestyle": "none"}
             axes.plot(x, y, **{"label": label, "alpha": 0.7, **style, **self.styles.get(label, {})})
         axes.set(title=self.title, xlabel=self.across, ylabel=self.label)
+        if self.kind == "bars":
+            axes.invert_yaxis()  # the first name at the top
+        if self.top is not None:
+            axes.set_ylim(0, self.top)
         if self.log:
             axes.set(xscale="log", yscale="log")
         if self.doubling:
@@ -170,11 +187,12 @@ class Panel:
             axes.xaxis.set_major_formatter("{x:,.0f}")
             axes.grid(alpha=0.3)
         if self.band is not None:
-            ends = sorted((*axes.get_xlim(), *axes.get_ylim()))[::3]
-            axes.plot(ends, ends, color="black", linewidth=0.8)
-            low, high = ([end * (1 + sign * self.band) for end in ends] for sign in (-1, 1))
-            axes.fill_between(ends, low, high, color="grey", alpha=0.2)
-        axes.legend(fontsize="small", **({"loc": "upper left", "bbox_to_anchor": (1, 1)} if self.wide else {}))
+            corners = sorted((*axes.get_xlim(), *axes.get_ylim()))[::3]
+            axes.plot(corners, corners, color="black", linewidth=0.8)
+            low, high = ([corner * (1 + sign * self.band) for corner in corners] for sign in (-1, 1))
+            axes.fill_between(corners, low, high, color="grey", alpha=0.2)
+        if len(self.lines) > 1 or self.kind == "lines":
+            axes.legend(fontsize="small", **({"loc": "upper left", "bbox_to_anchor": (1, 1)} if self.wide else {}))
 
 
 @dataclass(frozen=True)
@@ -185,7 +203,7 @@ class Report:
         title: Heading of the report.
         tables: Tables of the measured figures.
         targets: Targets, default none.
-        panels: Plots, side by side; ignored if matplotlib is not installed.
+        panels: Plots, three in a row; ignored if matplotlib is not installed.
     """
 
     title: str
@@ -369,9 +387,10 @@ def plot(values: Values, path: Path) -> bool:
     except ImportError:
         print("no plot, because matplotlib is not installed; run pip install matplotlib")
         return False
-    figure = Figure(figsize=(sum(9 if panel.wide else 6 for panel in panels), 4), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        panel.draw(axes)
+    rows, width = -(-len(panels) // 3), sum(9 if panel.wide else 6 for panel in panels[:3])
+    figure = Figure(figsize=(width, 4 * rows), layout="constrained")
+    for number, panel in enumerate(panels, 1):
+        panel.draw(figure.add_subplot(rows, min(3, len(panels)), number))
     with replacing(path) as aside:
         figure.savefig(aside, dpi=120, metadata={"Source": measured_at(values)})
     return True

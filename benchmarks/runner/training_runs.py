@@ -16,18 +16,34 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
 from benchmarks.runner.jobs import maxima, quiet
+from benchmarks.runner.peers import MakePeer
 from mpitrain.comm import Communicator
+from mpitrain.config.settings import Config
 from mpitrain.data.on_device import on_device
+from mpitrain.models import build_model
+from mpitrain.monitor.energy import CPU, EnergyMeter
+from mpitrain.parallel.activations import unpack
+from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.storage import proc
-from mpitrain.trainer.data import batches
+from mpitrain.trainer.data import batches, open_data
+from mpitrain.trainer.memory import ActivationMeter, KeptTensor, KeptTensors
+from mpitrain.trainer.optimizing import make_optimizer
+from mpitrain.trainer.recording.step_memory import StepMemory
+from mpitrain.trainer.recording.timeline import ModuleHooks, levels_of
 from mpitrain.trainer.trainer import Trainer
 
 _TIERS = ("inside", "between")
@@ -39,6 +55,7 @@ _EVERY = 0.005  # seconds between two samples of the memory
 WARM = 2  # warm-up steps, which do not count
 _WATCHED = 3  # steps whose memory and bytes sent are measured
 
+Curve = list[tuple[float, dict[str, float]]]  # seconds since the begin of a step, and bytes by category
 Values = Mapping[str, Mapping[str, Any]]  # a configuration by section and key
 # what all training runs have in common
 UNENDING: Values = {"run": {"device": "cpu", "dir": "unused"}, "train": {"steps": 1000, "evaluate_every": 0}}
@@ -55,6 +72,9 @@ class TrainingRun(Protocol):
 
     def account(self) -> dict[str, float]:
         """Return the bytes on this rank by category, the names in `KINDS`."""
+
+    def curve(self) -> Curve:
+        """Take the next step, and return this rank's memory within it; empty if it cannot be counted."""
 
     def close(self) -> None:
         """Free all memory and communicators."""
@@ -91,12 +111,133 @@ class TrainerRun:
         account = self._trainer.engine.memory()
         return {kind: float(getattr(account, kind)) for kind in KINDS}
 
+    def curve(self) -> Curve:
+        """Take the next step, and return this rank's memory within it, as `monitor.timeline` records it. Collective."""
+        memory = StepMemory(self._trainer)
+        with watched_modules(self._trainer.engine.module, memory.sample):
+            memory.start()
+            began = time.perf_counter()
+            self.step()
+            memory.stop()
+        return [(at - began, dict(nbytes)) for at, nbytes in memory.rows()]
+
     def close(self) -> None:
         """Free all memory and communicators. Collective."""
         self._batches.close()
         self._trainer.engine.close()
         self._trainer.places.mesh.free()
         self._trainer.let_go()
+
+
+class PeerRun:
+    """A `TrainingRun` of a peer, with our data, model and optimizer; gradients are not clipped.
+
+    Each rank trains on an equal share of every global batch, in one microbatch, as in our own runs.
+
+    Args:
+        world: Communicator of all ranks.
+        config: Values of the configuration, by section and key.
+        make: Function that creates the training by the peer.
+    """
+
+    def __init__(self, world: Communicator, config: Values, make: MakePeer) -> None:
+        self.world, self.config, self._make = world, Config.from_dict(config), make
+        self._batches = ExitStack()
+        self._activations = 0
+
+    def prepare(self) -> None:
+        """Create the model and its optimizer. Collective."""
+        config, world = self.config, self.world
+        data, _ = open_data(config, world)
+        torch.manual_seed(config.run.seed)
+        task = build_model(config.model, data.description)
+        share = VirtualWorkers(world.rank, world.size, world.size).share
+        self._coming = iter(self._batches.enter_context(batches(config, share, data, 0)))
+        self._module = task.module
+
+        def optimizer(module: nn.Module) -> torch.optim.Optimizer:
+            return make_optimizer(config.optim, module.named_parameters())
+
+        self._peer = self._make(task.module, task.loss, optimizer)
+
+    def step(self) -> float:
+        """Take the next step, with its batch, and return the mean loss over the global batch. Collective."""
+        batch, meter = next(self._coming), None
+        # equal in each step; not counted under FSDP2, where autograd also saves gathered parameters
+        if not self._activations and not any(hasattr(p, "to_local") for p in self._peer.model.parameters()):
+            meter = ActivationMeter(self._module)
+        with saved_tensors_hooks(meter.add, lambda saved: saved) if meter else nullcontext():
+            loss = self._peer.gradients(batch.x, batch.y)
+        if meter:
+            self._activations = meter.nbytes
+        self._peer.update()
+        mean_loss = loss.double().reshape(1)
+        torch.distributed.all_reduce(mean_loss)
+        return float(mean_loss) / self.world.size
+
+    def account(self) -> dict[str, float]:
+        """Return the bytes on this rank by category, without buffers, and without what DeepSpeed hides."""
+        parameters = list(self._peer.model.parameters())
+        states = (value for of in self._peer.optimizer.state.values() for value in of.values())
+        tensors_of: dict[str, Iterable[Any]] = {"parameters": parameters, "states": states}
+        tensors_of["gradients"] = (p.grad for p in parameters)
+        counted = {kind: _bytes(tensors) for kind, tensors in tensors_of.items()}
+        return dict.fromkeys(KINDS, 0.0) | counted | {"activations": float(self._activations)}
+
+    def curve(self) -> Curve:
+        """Take the next step, and return this rank's memory within it; empty for DeepSpeed. Collective.
+
+        FSDP2's gathered parameters are added to its shares. torch's DDP has gradients in buckets, which stay.
+        """
+        model, tensors, rows = self._peer.model, KeptTensors(), Curve()
+        if type(model).__module__.startswith("deepspeed"):
+            return rows
+        before = self.account()
+        shares = _bytes(p for p in model.parameters() if hasattr(p, "to_local"))
+        stay = before["gradients"] if hasattr(model, "reducer") else 0.0
+
+        def sample(at: float) -> None:
+            parameters = list(model.parameters())
+            nbytes = {"parameters": shares + _bytes(p for p in parameters if not hasattr(p, "to_local"))}
+            nbytes |= {"gradients": stay or _bytes(p.grad for p in parameters), "states": before["states"]}
+            rows.append((at, nbytes | {"activations": float(tensors.nbytes), "buffers": 0.0}))
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor | KeptTensor:
+            origin = tensor._base if tensor._base is not None else tensor
+            return tensor if origin.is_leaf and origin.requires_grad else tensors.keep(tensor)  # not parameters
+
+        tensors.at_peak = lambda: sample(time.perf_counter())
+        with watched_modules(self._module, sample), saved_tensors_hooks(keep, unpack):
+            sample(began := time.perf_counter())
+            self.step()
+            sample(time.perf_counter())
+        return [(at - began, nbytes) for at, nbytes in rows]
+
+    def close(self) -> None:
+        """Free the model, the optimizer and the data. Collective."""
+        self._batches.close()
+        self.__dict__.clear()
+        gc.collect()  # wrappers and hooks refer to each other
+
+
+def _bytes(tensors: Iterable[Any]) -> float:
+    """Return the bytes of tensors on this rank: for distributed tensors, its share. Scalars do not count."""
+    nbytes = 0
+    for tensor in tensors:
+        if torch.is_tensor(tensor) and tensor.numel() > 1:
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            nbytes += local.numel() * local.element_size()
+    return float(nbytes)
+
+
+@contextmanager
+def watched_modules(module: nn.Module, sample: Callable[[float], None]) -> Iterator[None]:
+    """Call `sample` with the time whenever a module of the two outermost levels begins or ends, in the `with` block."""
+    hooks = ModuleHooks([named for level in levels_of(module)[:2] for named in level], lambda *call: None, sample)
+    try:
+        yield
+    finally:
+        hooks.remove()
 
 
 def measured_runs(
@@ -114,7 +255,9 @@ def measured_runs(
         seconds: Approximate limit of one measurement; slow runs take fewer steps, but at least three.
 
     Returns:
-        For each run, by name: "seconds": a list per round with the seconds of each step. "memory": peak bytes of the
+        For each run, by name: "seconds": a list per round with the seconds of each step. "joules": joules of a step on
+        all machines, per round, None where there is no counter. "curve": on rank 0, (seconds, bytes by category) within
+        a step; empty if it cannot be counted. "memory": peak bytes of the
         rank with most. "account": bytes by category on rank 0. "largest": bytes by category, each the maximum over the
         ranks. "losses": losses of the first steps. "sent": see `SentBytes.stop`.
     """
@@ -124,12 +267,13 @@ def measured_runs(
     for make in makes.values():
         _measure_run(world, make, 1, 1.0)
     for name, make in makes.items():
-        results[name] = {"seconds": [], **_measure_run(world, make, _WATCHED, 1.0, watching=True)[1]}
+        results[name] = _measure_run(world, make, _WATCHED, 1.0, watching=True)[1] | {"seconds": [], "joules": []}
     allocate(LARGE)
     for turn in range(rounds):
         for number, name in list(enumerate(names, 1))[:: -1 if turn % 2 else 1]:
-            times, _ = _measure_run(world, makes[name], steps, seconds)
+            times, others = _measure_run(world, makes[name], steps, seconds)
             results[name]["seconds"].append(times)
+            results[name]["joules"].append(others["joules"])
             if world.rank == 0:
                 which = f"{number} of {len(names)}" + (f", {name}" if name != str(number) else "")
                 print(f"  {which}: {statistics.median(times):.4f} s", flush=True)
@@ -152,8 +296,9 @@ def _measure_run(
         make: Function that creates the run.
         steps: Most steps after the warm-up.
         seconds: Approximate limit; slow runs take fewer steps.
-        watching: If true, measure memory and bytes sent, and take all `steps`.
+        watching: If true, measure memory and bytes sent, take all `steps`, and record the memory within one more.
     """
+    energy = EnergyMeter() if world.local_rank == 0 else None
     run, memory = make(), PeakMemory(world, watching)
     with memory.making():
         run.prepare()
@@ -167,16 +312,32 @@ def _measure_run(
             losses.append(run.step())
             took = time.perf_counter() - began
             times.append(took if watching else maxima(world, [took])[0])
+            if len(times) == WARM:
+                joules_of(world, energy)
             if len(times) == WARM and watching:
                 meter.start()
             elif len(times) == WARM:
                 count = WARM + min(steps, max(3, int(seconds / times[-1])))
     sent = meter.stop(count - WARM) if watching else None
-    account = run.account()
+    joules, account = joules_of(world, energy), run.account()
     peak, *largest = maxima(world, [memory.peak, *account.values()])
+    curve = run.curve() if watching else []
     run.close()
-    values = {"memory": peak, "account": account, "largest": dict(zip(account, largest, strict=True))}
+    values = {"memory": peak, "account": account, "largest": dict(zip(account, largest, strict=True)), "curve": curve}
+    values["joules"] = None if joules is None else joules / (count - WARM)
     return times[WARM:], values | {"losses": losses[: WARM + 1], "sent": sent}
+
+
+def joules_of(world: Communicator, meter: EnergyMeter | None) -> float | None:
+    """Return the joules of all machines' processors since the last call; None if one has no counter. Collective.
+
+    Args:
+        world: Communicator of all ranks.
+        meter: Meter of this machine, on one of its ranks; None on the others.
+    """
+    joules = np.array([meter.read().get(CPU, math.nan) if meter is not None else 0.0])
+    world.all_reduce(joules)
+    return None if math.isnan(joules[0]) else float(joules[0])
 
 
 def merged(first: Values, second: Values) -> dict[str, dict[str, Any]]:
