@@ -7,6 +7,7 @@
 #   --full         the long tests in all their cases: hours, for people
 #   --slice K/N    the K-th of N parts of the tests that --full adds, K from 0; what CI runs one of for each commit
 #   --part K/N     of everything selected, only the K-th of N parts of the files, K from 0
+#   TESTS_UNTIL=SECONDS   time of `date +%s` after which no size of ranks and no serial tests begin, for CI on slow machines
 #   tests/run.sh --sizes 3 --no-serial tests/comm/test_operations.py      one file at 3 ranks
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -47,9 +48,17 @@ fork_ranks() { # from now on, ranks are forked from a process that has imported 
     done
 }
 
+in_time() { # in_time WHAT: whether it may still begin
+    [ -z "${TESTS_UNTIL:-}" ] || [ "$(date +%s)" -lt "$TESTS_UNTIL" ] || {
+        echo "== not run, because this machine is too slow: $1"
+        return 1
+    }
+}
+
 at_ranks() { # at_ranks SIZE LABEL COMMAND...: the tests marked for SIZE ranks, started by COMMAND
     local size=$1 label=$2 said=$MPITRAIN_TESTS/$2-$1
     shift 2
+    in_time "$size rank(s), $label" || return 0
     echo "== $size rank(s), $label"
     MPITRAIN_TEST_RANKS=$size MPITRAIN_TEST_LABEL=$label timeout -k 10 3600 "$@" -n "$size" \
         tests/rank.sh "$python" -m pytest -q --color=no --capture=sys "${without[@]}" --only-mpi ${options[@]+"${options[@]}"} "${targets[@]}" \
@@ -95,7 +104,7 @@ linting=
 if [ -z "$long" ] && [ -n "$all" ]; then
     {
         [ "$mpi" != openmpi ] || tests/second_mpi.sh mpich # asked for again below, where it may fail
-        ruff check . && ruff format --check . && mypy
+        ruff check . && ruff format --check . && { [ -n "${TESTS_UNTIL:-}" ] || mypy; } # which takes half an hour on such a machine
     } >"$MPITRAIN_TESTS/lint.log" 2>&1 &
     linting=$!
 fi
@@ -126,7 +135,7 @@ if [ "$mpi" = openmpi ] && [ "$sizes" = "1 2 3 4 8" ]; then
         exit $failed
     ) || failed=1
 fi
-if [ -n "$serial" ] || [ -n "$long" ]; then
+if { [ -n "$serial" ] || [ -n "$long" ]; } && in_time "serial ${long:+($long)}"; then
     echo "== serial ${long:+($long)}"
     alone=()
     if [ -z "$all" ]; then
