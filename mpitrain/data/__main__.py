@@ -173,7 +173,7 @@ def _settings(manifest: DatasetManifest) -> str:
     arguments = f" --model.sequence {manifest.pack}" if manifest.pack else ""
     x = next((each for each in manifest.fields if each.name == "x"), None)
     if manifest.kind != "tokens" and x is not None:
-        arguments += f" --model.name {'resnet' if is_image(x.shape) else 'mlp'}"
+        arguments += f" --model.name {'resnet' if is_image(x.shape) and not manifest.fields[-1].shape else 'mlp'}"
         samples = manifest.splits[TRAIN].rows
         arguments += f" --train.batch {samples}" if samples < TrainSection().batch else ""
     return arguments

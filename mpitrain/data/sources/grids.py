@@ -28,6 +28,7 @@ from mpitrain.data.conversion import parts_of
 from mpitrain.data.format import FieldSpec, SplitRows, VariableSpec, read_manifest
 from mpitrain.data.sources import GATHER_BYTES, Columns, PrepareOptions, Source
 from mpitrain.data.sources.arrays import Array, make_field
+from mpitrain.data.sources.examination import require_readable
 from mpitrain.data.sources.variables import Variable, list_variables, open_variable, read_rows, reading
 from mpitrain.data.split_rows import divide_rows, rows_of, sample_mask
 from mpitrain.errors import InputError, printable
@@ -167,6 +168,8 @@ def grid_source(files: Sequence[Path], options: PrepareOptions) -> GridSource:
     test = [path for path in files if _OWN_TEST.match(path.name)]
     test = test if len(test) < len(files) else []
     ordered = [*(path for path in files if path not in test), *test]
+    if hdf5 := [path for path in ordered if not path.is_dir()]:
+        require_readable(hdf5)
     listed = [list_variables(path) for path in ordered]
     x, y = _choose(listed[0], ordered[0], options)
     names = list(dict.fromkeys((*x, *y)))
