@@ -173,6 +173,15 @@ class Dataset(ABC):
             IndexError: An id is out of range.
         """
 
+    def read_at(self, ids: Ids, positions: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Read samples for running positions; see `read`. Only samples with random numbers depend on the positions.
+
+        Args:
+            ids: Sample ids, int64 [n].
+            positions: Running position of each, int64 [n].
+        """
+        return self.read(ids)
+
     def close(self) -> None:
         """Close the files. A later read opens them again."""
         self._reader.close()
@@ -511,5 +520,5 @@ def evaluation_batches(dataset: Dataset, *, samples: int, batch: int, share: Sha
 def _batch(dataset: Dataset, position: int, first: int, ids: Ids) -> Batch:
     import torch
 
-    x, y = dataset.read(ids)
+    x, y = dataset.read_at(ids, position + first + np.arange(len(ids), dtype=np.int64))
     return Batch(ids, torch.from_numpy(x), torch.from_numpy(y), position, first)
