@@ -213,6 +213,17 @@ def _parquet() -> bytes:
     return file.getvalue()
 
 
+def _arrow(stream: bool) -> bytes:
+    import pyarrow
+    from pyarrow import ipc
+
+    table = pyarrow.table({"a": [1.0, 2.0, 3.0], "b": ["x", "y", "x"]})
+    file = io.BytesIO()
+    with (ipc.new_stream if stream else ipc.new_file)(file, table.schema) as writer:
+        writer.write_table(table)
+    return file.getvalue()
+
+
 def _idx(kind: int, sizes: list[int], data: bytes) -> bytes:
     return b"\0\0" + bytes([kind, len(sizes)]) + struct.pack(f">{len(sizes)}I", *sizes) + data
 
@@ -392,6 +403,8 @@ KINDS: dict[str, FileKind] = {
     "tar": _source({"t.tar": _tar()}),
     "tar, compressed": _source({"t.tar.gz": gzip.compress(_tar())}),
     "parquet": _source({"t.parquet": _parquet()}),
+    "Arrow": _source({"t.arrow": _arrow(False)}),
+    "Arrow stream": _source({"t.arrow": _arrow(True)}),
     "Megatron": _source(_megatron()),
     "HDF5": _hdf5(False),
     "NetCDF": _hdf5(True),

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 _SOURCES = """\
 sources (all of one kind):
   text files, folders of text      bytes, or tokens with --tokenizer
-  .jsonl, .json lines, .parquet    one document per line or row: --text FIELD [text], or --prompt and --completion
+  .jsonl, .json, .parquet, .arrow  one document per line or row: --text FIELD [text], or --prompt and --completion
   train.bin val.bin, tokens.npy    tokens made by another tool, also Megatron-LM's .idx and .bin; --dtype
   x.npy y.npy, or one .npz         rows of arrays; also x_train y_train x_test y_test
   a folder of image folders        one class per subfolder; --size if sizes differ
   IDX files (MNIST), also .gz      images and labels; t10k is held out
-  .csv, .tsv, .parquet             columns, one of which is the --label
+  .csv, .tsv, .parquet, .arrow     columns, one of which is the --label
   .tar, .tar.gz (WebDataset)       x.jpg with x.cls, x.json or x.txt; --size if sizes differ
   .h5, .nc, Zarr stores            variables --x and --y, or pairs of states --ahead N; also under mpirun
 text, JSON lines, tokens, tables and archives may be compressed: .gz, .bz2, .xz or .zst

@@ -33,7 +33,11 @@ if TYPE_CHECKING:
 
 _TEXT = "text"
 _OTHERS = 0.1  # largest fraction of a folder's files that may be of other kinds, and are skipped
-_KNOWN = "text, JSON lines, .npy/.npz, HDF5, NetCDF, Zarr, images, archives of images, IDX (MNIST), .csv, .parquet or .bin of tokens"
+_KNOWN = (
+    "text, JSON lines, .npy/.npz, HDF5, NetCDF, Zarr, images, archives of images, IDX (MNIST), .csv, .parquet, .arrow "
+    "or .bin of tokens"
+)
+_DESCRIPTIONS = ("dataset_info.json", "state.json", "dataset_dict.json")
 _LARGEST_ROW = 1 << 30  # bytes of a sample, which must fit into memory several times
 
 
@@ -195,7 +199,7 @@ def _classify(path: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], lis
 def _classify_folder(folder: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
     by_kind: dict[Kind, list[Path]] = defaultdict(list)
     unknown: list[Path] = []
-    for path in files_below(folder):
+    for path in without_descriptions(files_below(folder)):
         if path.stat().st_size or path.suffix.lower() in images.SUFFIXES:  # an empty image counts as a broken one
             kind = _kind_of(path, among)
             (unknown if kind is None else by_kind[kind]).append(path)
@@ -212,6 +216,12 @@ def _classify_folder(folder: Path, among: Sequence[Kind]) -> tuple[Kind, list[Fo
             "name the files or subfolders of one kind"
         )
     return most, [Found(path, folder) for path in paths], others + unknown
+
+
+def without_descriptions(paths: Sequence[Path]) -> list[Path]:
+    """Return paths without the JSON files with which Hugging Face's `datasets` describes Arrow files and folders."""
+    holders = {parent for path in paths if path.suffix.lower() == ".arrow" for parent in path.parents[:2]}
+    return [path for path in paths if not (path.name in _DESCRIPTIONS and path.parent in holders)]
 
 
 def files_below(folder: Path) -> list[Path]:
