@@ -27,7 +27,16 @@ import numpy.typing as npt
 
 from mpitrain.data.conversion import convert
 from mpitrain.data.folders import resolve
-from mpitrain.data.format import TRAIN, UNCOUNTED, ColumnSpec, DatasetManifest, FieldSpec, SplitSpec, VariableSpec, read_manifest
+from mpitrain.data.format import (
+    TRAIN,
+    UNCOUNTED,
+    ColumnSpec,
+    DatasetManifest,
+    FieldSpec,
+    SplitSpec,
+    VariableSpec,
+    read_manifest,
+)
 from mpitrain.data.in_place import PlacedReader
 from mpitrain.data.order import Ordering, SampleOrder
 from mpitrain.data.shards import OpenShard
@@ -281,7 +290,7 @@ class ArrayDataset(Dataset):
     def __init__(self, split: str, manifest: DatasetManifest, reader: RowReader | PlacedReader) -> None:
         x, y = manifest.fields
         forms, samples = ((x.shape, x.handed), (y.shape, y.handed)), manifest.splits[split].rows
-        more = {"columns": manifest.columns, "variables": manifest.variables}
+        more: dict[str, Any] = {"columns": manifest.columns, "variables": manifest.variables}
         super().__init__(_describe(manifest, split, samples, *forms, **more), reader)
         self._fields, self._variables = (x, y), manifest.variables or ()
 

@@ -395,7 +395,11 @@ class DatasetManifest(_Part):
         splits = {name: split.model_dump(mode="json") for name, split in self.splits.items()}
         fields = [field.model_dump(mode="json") for field in self.fields]
         parts = [part.model_dump(mode="json") for part in self.variables or ()]
-        place = None if self.in_place is None else self.in_place.model_dump(mode="json", exclude={"files": {"__all__": {"path"}}})
+        place = (
+            None
+            if self.in_place is None
+            else self.in_place.model_dump(mode="json", exclude={"files": {"__all__": {"path"}}})
+        )
         # none of these exist in old manifests
         extras = [value for value in (self.document_end, self.pack, parts or None, place) if value is not None]
         return f"{zlib.crc32(_canonical([self.kind, fields, splits, *extras])):08x}"

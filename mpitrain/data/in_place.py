@@ -106,7 +106,8 @@ class PlacedArrays:
             chunk = self._decode(array, self._stored(array, first + place, block), block)
             begins = [index * length for index, length in zip(corner, array.chunk[1:], strict=True)]
             ends = [min(b + n, size) for b, n, size in zip(begins, array.chunk[1:], array.shape[1:], strict=True)]
-            into = out[(slice(None), *map(slice, begins, ends))]
+            where = (slice(None), *map(slice, begins, ends))
+            into = out[where]
             into[...] = chunk[tuple(slice(0, length) for length in into.shape)]
         return out
 
@@ -187,7 +188,7 @@ class PlacedArrays:
     def _pread(self, array: PlacedArray, block: int, offset: int, into: memoryview) -> None:
         file = self._opened(array.file, lambda: self._open_hdf5(array.file))
         try:
-            done = hdf5.read_at(file.fileno(), into, offset) if 0 <= offset else 0
+            done = hdf5.read_at(file.fileno(), into, offset) if offset >= 0 else 0
         except OSError as error:
             raise self._error(array, block, f"cannot be read ({error.strerror})") from error
         if done < len(into):

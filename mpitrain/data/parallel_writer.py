@@ -362,7 +362,9 @@ def _describe_file(number: int, variables: dict[str, Variable], axis: dict[str, 
         filters = None
         if path.is_dir():
             chunk = whole_rows
-            here = [(0, min(step, variable.shape[0] - begin) * row_bytes) for begin in range(0, variable.shape[0], step)]
+            here = [
+                (0, min(step, variable.shape[0] - begin) * row_bytes) for begin in range(0, variable.shape[0], step)
+            ]
         else:
             with reading(path):
                 dataset = open_variable(variable)
@@ -390,7 +392,9 @@ def _filters(dataset: h5py.Dataset, variable: Variable) -> list[str]:
     codes = [plist.get_filter(number)[0] for number in range(plist.get_nfilters())]
     for code in codes:
         if code not in _FILTERS:
-            raise InputError(f"{variable.label} has the HDF5 filter {code}, not deflate, shuffle or fletcher32; {_COPY}")
+            raise InputError(
+                f"{variable.label} has the HDF5 filter {code}, not deflate, shuffle or fletcher32; {_COPY}"
+            )
     return [_FILTERS[code] for code in codes]
 
 

@@ -1,6 +1,6 @@
 """Samples of a split as rows of an input, by arithmetic: no list of rows is stored, whatever the size of the input.
 
-    rows       first ........... 19 | 20 ........... 39 | 40 ...     fraction 1/20: intervals of 20 rows, as in `sources`
+    rows       first ........... 19 | 20 ........... 39 | 40 ...    fraction 1/20: intervals of 20 rows, as in `sources`
     held out   *  sample 0          |      *  sample 1  |
     training      0 1 2 ......... 18| 19 20   21 ... 37 | 38 ...
 

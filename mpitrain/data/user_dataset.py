@@ -270,7 +270,9 @@ def open_factory(config: Config, split: str) -> UserDataset | None:
     label = f"data.factory {path}"
     try:
         with _preserved_generators():
-            _seed_generators(sample_seed(config.run.seed, 0, 0))  # a random division into splits is the same on all ranks
+            _seed_generators(
+                sample_seed(config.run.seed, 0, 0)
+            )  # a random division into splits is the same on all ranks
             made = find("data.factory", path)(split, **options)
     except InputError:
         raise
@@ -280,8 +282,10 @@ def open_factory(config: Config, split: str) -> UserDataset | None:
         return None
     dataset, collate = made if isinstance(made, tuple) and len(made) == 2 else (made, default_collate)
     if isinstance(dataset, DataLoader):
-        dataset, collate = dataset.dataset, dataset.collate_fn
-    if not isinstance(dataset, IterableDataset) and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        collate, dataset = dataset.collate_fn, dataset.dataset
+    if not isinstance(dataset, IterableDataset) and not (
+        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    ):
         raise InputError(
             f"{label} returned {type(made).__name__} for {split!r}; return a torch Dataset or IterableDataset, a pair "
             "(data set, collate function), or a DataLoader"

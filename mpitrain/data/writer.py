@@ -235,7 +235,8 @@ class Tally:
         for split, counts in state["counts"].items():
             both = self._counts.get(split, np.zeros(0, np.int64)), np.array(counts, np.int64)
             length = max(map(len, both))
-            self._counts[split] = sum(np.pad(each, (0, length - len(each))) for each in both)
+            one, other = (np.pad(each, (0, length - len(each))) for each in both)
+            self._counts[split] = one + other
         self._largest_code = max(self._largest_code, state["largest"])
 
     def vocabulary(self) -> int | None:

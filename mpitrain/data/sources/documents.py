@@ -125,7 +125,9 @@ def documents_source(files: Sequence[Path], options: PrepareOptions, read: Read 
 
 
 def splits_by_name(files: Sequence[Path]) -> dict[Path, str] | None:
-    """Return the split of each file by its name, for Arrow that of its folder; None unless some files are named train... and some val....
+    """Return the split of each file by its name, for Arrow that of its folder.
+
+    It is None unless some are named train... and some val....
 
     Files of the held-out split are named val, validation, dev or test....
 

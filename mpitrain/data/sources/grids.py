@@ -77,14 +77,20 @@ class Grid:
         low, high = (int(rows_of(split, np.array([i], np.int64))[0]) for i in (first, stop - 1))
         step = max(1, GATHER_BYTES // max(1, sum(each.row_bytes for each in self.fields)))
         chunks = [v.chunk[self.axis[name]] for name, v in self.files[0].items() if v.chunk]
-        step = -(-step // max(chunks, default=1)) * max(chunks, default=1) if max(chunks, default=1) < 8 * step else step
+        step = (
+            -(-step // max(chunks, default=1)) * max(chunks, default=1) if max(chunks, default=1) < 8 * step else step
+        )
         begin = low
         while begin <= high:
             end = min(high + 1, begin - begin % step + step)
             mask = sample_mask(split, begin, end)
             if mask.any():
-                yield begin, tuple(
-                    self.read(number, begin + self.ahead * number, end + self.ahead * number)[mask] for number in (0, 1)
+                yield (
+                    begin,
+                    tuple(
+                        self.read(number, begin + self.ahead * number, end + self.ahead * number)[mask]
+                        for number in (0, 1)
+                    ),
                 )
             begin = end
 
@@ -232,8 +238,10 @@ def _require_equal(
         if other is None:
             raise InputError(f"source {path} has no variable {name}, but {one.path} does; remove one of them")
         forms = [
-            (_without(v.shape, axis[name]) if v.shape else None, v.dtype, v.missing)
-            + (v.number("scale_factor", 1.0), v.number("add_offset", 0.0), str(v.attributes.get("units", "")))
+            (
+                *(_without(v.shape, axis[name]) if v.shape else None, v.dtype, v.missing),
+                *(v.number("scale_factor", 1.0), v.number("add_offset", 0.0), str(v.attributes.get("units", ""))),
+            )
             for v in (one, other)
         ]
         if len(one.shape) != len(other.shape) or forms[0] != forms[1]:
@@ -274,7 +282,10 @@ def _field(
     channels = _channels(shapes, variables) if len(names) > 1 else {names[0]: 0}
     common = min(shapes.values(), key=len)
     shape = (sum(channels.values()), *common) if len(names) > 1 else common
-    whole = [make_field(field_name, Array(variables[n].label, variables[n].dtype, (1, *shapes[n]), iter)) for n in names]
+    whole = [
+        make_field(field_name, Array(variables[n].label, variables[n].dtype, (1, *shapes[n]), lambda step: iter(())))
+        for n in names
+    ]
     specs = []
     for name in names:
         variable = variables[name]

@@ -32,10 +32,10 @@ _DEEPEST = 16  # groups within groups
 _MOST_VARIABLES = 10_000
 _LARGEST_METADATA = 16 << 20  # bytes of the metadata of a Zarr array
 _NETCDF_FILL = 9.969209968386869e36  # of float and double, where a file names no other
-_CODECS = frozenset(
-    "bytes transpose sharding_indexed blosc gzip zlib zstd lz4 bz2 lzma crc32 crc32c adler32 fletcher32 shuffle delta "
-    "fixedscaleoffset quantize bitround packbits astype".split()
-)
+_CODECS = frozenset((
+    "bytes", "transpose", "sharding_indexed", "blosc", "gzip", "zlib", "zstd", "lz4", "bz2", "lzma", "crc32", "crc32c",
+    "adler32", "fletcher32", "shuffle", "delta", "fixedscaleoffset", "quantize", "bitround", "packbits", "astype",
+))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from mpitrain.config.named import require_outside
 from mpitrain.config.settings import Config, parse
 from mpitrain.config.toml_file import read_toml
 from mpitrain.data import Dataset, Description, open_dataset, resolve
-from mpitrain.data.mix import data_paths, open_split
 from mpitrain.data.format import ColumnSpec
+from mpitrain.data.mix import data_paths, open_split
 from mpitrain.errors import CheckpointError, InputError, refusal
 from mpitrain.loading import require_trusted
 from mpitrain.models.metrics import Confusion, measures_of
