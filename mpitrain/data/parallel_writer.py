@@ -215,9 +215,9 @@ def _merge(one: _Moments, other: _Moments) -> _Moments:
     total = one[0] + other[0]
     if not total:
         return one
-    apart = other[1] - one[1]
-    mean = one[1] + apart * (other[0] / total)
-    return total, mean, one[2] + other[2] + apart * apart * (one[0] * (other[0] / total))
+    difference = other[1] - one[1]
+    mean = one[1] + difference * (other[0] / total)
+    return total, mean, one[2] + other[2] + difference * difference * (one[0] * (other[0] / total))
 
 
 class _Survey:
@@ -401,12 +401,12 @@ def _filters(dataset: h5py.Dataset, variable: Variable) -> list[str]:
 def _chunks(dataset: h5py.Dataset, variable: Variable) -> list[tuple[int, int]]:
     """Return offset and bytes of each chunk, in the order of their places."""
     assert variable.chunk is not None
-    found: dict[tuple[int, ...], tuple[int, int]] = {}
+    places: dict[tuple[int, ...], tuple[int, int]] = {}
     skipped = 0
 
     def note(info: Any) -> None:
         nonlocal skipped
-        found[tuple(info.chunk_offset)] = (int(info.byte_offset), int(info.size))
+        places[tuple(info.chunk_offset)] = (int(info.byte_offset), int(info.size))
         skipped |= int(info.filter_mask)
 
     dataset.id.chunk_iter(note)
@@ -414,6 +414,6 @@ def _chunks(dataset: h5py.Dataset, variable: Variable) -> list[tuple[int, int]]:
     if skipped:
         raise InputError(f"{variable.label} has chunks to which its filters were not applied; {_COPY}")
     try:
-        return [found[corner] for corner in corners]
+        return [places[corner] for corner in corners]
     except KeyError:
         raise InputError(f"{variable.label} has chunks that were never written; {_COPY}") from None

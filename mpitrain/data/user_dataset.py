@@ -81,7 +81,7 @@ def _states() -> tuple[Any, ...]:
     return bytes(torch.get_rng_state().numpy()), numpy_state[1].tobytes(), numpy_state[2], random.getstate()
 
 
-class StreamOrder(Ordering):
+class IterableOrder(Ordering):
     """The order of a stream: its own."""
 
     def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -128,7 +128,7 @@ class UserDataset(Dataset):
         self.fingerprint = 0 if self.draws else zlib.crc32(y.tobytes(), zlib.crc32(x.tobytes()))
 
     def order(self, seed: int) -> Ordering:
-        return StreamOrder() if self.is_stream else super().order(seed)
+        return IterableOrder() if self.is_stream else super().order(seed)
 
     def spread(self, places: Ids, chosen: int) -> Ids:
         return places if self.is_stream else super().spread(places, chosen)

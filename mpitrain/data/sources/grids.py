@@ -204,14 +204,14 @@ def _choose(there: dict[str, Variable], path: Path, options: PrepareOptions) -> 
         if names is None and (flag not in there or there[flag].is_coordinate):
             pairs = ", or pairs of states with --ahead N" if flag == "y" else ""
             raise InputError(f"source {path}: choose {flag} with --{flag} NAME{pairs}; its variables are {listed}")
-        found = []
-        for wanted in names or (flag,):
-            matches = [wanted] if wanted in there else [name for name in there if name.rpartition("/")[2] == wanted]
+        chosen = []
+        for name in names or (flag,):
+            matches = [name] if name in there else [each for each in there if each.rpartition("/")[2] == name]
             if len(matches) != 1:
                 problem = "is ambiguous" if matches else "does not exist"
-                raise InputError(f"source {path}: --{flag} {wanted} {problem}; its variables are {listed}")
-            found += matches
-        return found
+                raise InputError(f"source {path}: --{flag} {name} {problem}; its variables are {listed}")
+            chosen += matches
+        return chosen
 
     x = find("x", options.x)
     return x, x if options.ahead and options.y is None else find("y", options.y)
@@ -365,10 +365,10 @@ def with_statistics(grid: Grid, numbers: dict[str, tuple[int, float, float]]) ->
     """
     options, result = grid.options, []
     for spec in grid.variables:
-        given = next(each.given for each in grid.fields if each.name == spec.field)
+        form = next(each.given for each in grid.fields if each.name == spec.field)
         count, mean, squares = numbers.get(spec.name, (0, 0.0, 0.0))
         changes: dict[str, float] = {}
-        if options.like is None and given == "float":
+        if options.like is None and form == "float":
             if options.scale and count:
                 changes = {"shift": mean, "scale": math.sqrt(squares / count) or 1.0}
             if options.missing:
