@@ -34,7 +34,9 @@ def as_horovod() -> None:
     """
     present = sys.modules.get("horovod")
     if present is not None and present is not sys.modules[__name__]:
-        raise InputError("horovod is already imported; call mpitrain.horovod.as_horovod() before the first import of it")
+        raise InputError(
+            "horovod is already imported; call mpitrain.horovod.as_horovod() before the first import of it"
+        )
     for name, home in _MODULES.items():
         sys.modules[name] = import_module(home)
     exceptions = ModuleType("horovod.common.exceptions", "Exceptions of horovod.common.")

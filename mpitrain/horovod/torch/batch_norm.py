@@ -7,7 +7,7 @@ from mpitrain.horovod.torch.session import global_process_set
 from mpitrain.layers import sync_batchnorm
 
 
-class SyncBatchNorm(sync_batchnorm.SyncBatchNorm):
+class HorovodBatchNorm(sync_batchnorm.SyncBatchNorm):
     """A BatchNorm over the batches of all ranks in training, on the CPU and on devices.
 
     Args:

@@ -17,7 +17,12 @@ class Compressor:
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return a received tensor in its original form."""
+        """Return a received tensor in its original form.
+
+        Args:
+            tensor: Received tensor.
+            ctx: Second value that `compress` has returned.
+        """
         raise NotImplementedError
 
 
@@ -49,7 +54,7 @@ class FP16Compressor(Compressor):
         return tensor.to(ctx)
 
 
-class Compression:
+class Compressions:
     """Compressions to choose from."""
 
     none = NoneCompressor

@@ -1,6 +1,6 @@
 """Elastic training: after the death of ranks, the others continue from the state that they committed last.
 
-It needs Open MPI's fault tolerance (`mpirun --with-ft ulfm`), because MPI ends the job otherwise. Ranks are never added.
+It needs Open MPI's fault tolerance (`mpirun --with-ft ulfm`): MPI ends the job otherwise. Ranks are never added.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from mpitrain.horovod.torch import session
 from mpitrain.horovod.torch.objects import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from mpitrain.horovod.torch.session import rank, recover, size
 
 
 class HostsUpdatedInterrupt(RuntimeError):
@@ -79,7 +79,9 @@ class ObjectState(State):
         values: Values by name.
     """
 
-    def __init__(self, bcast_object: Callable[[Any], Any] = broadcast_object, get_rank: Any = None, **values: Any) -> None:
+    def __init__(
+        self, bcast_object: Callable[[Any], Any] = broadcast_object, get_rank: Any = None, **values: Any
+    ) -> None:
         super().__init__()
         self._bcast_object, self._saved_state = bcast_object, values
         self._set_attributes()
@@ -169,7 +171,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     Args:
         dataset: Data set of constant length.
-        shuffle: Whether samples are shuffled.
+        shuffle: If true, samples are shuffled.
         seed: Seed of the order, the same on all ranks.
     """
 
@@ -207,7 +209,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def reset(self) -> None:
         """Divide the samples that have not been processed among the ranks."""
-        self.num_replicas, self.rank = session.size(), session.rank()
+        self.num_replicas, self.rank = size(), rank()
         indices = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(indices)
@@ -243,7 +245,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
             except HostsUpdatedInterrupt as interrupt:
                 must_sync = not interrupt.skip_sync
             except Exception as error:  # a rank's death may surface as any error
-                if not session.recover(error):
+                if not recover(error):
                     raise
                 state.restore()
                 must_sync = True

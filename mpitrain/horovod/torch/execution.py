@@ -16,14 +16,14 @@ import torch
 from mpitrain.comm import Arena, Communicator
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.horovod.torch.adasum import adasum
-from mpitrain.horovod.torch.operation import REDUCTIONS, HorovodInternalError, Operation, Reduction
+from mpitrain.horovod.torch.submission import REDUCTIONS, HorovodInternalError, ReduceOp, Submission
 from mpitrain.shard.ddp import broadcast_tensors
 
 _FUSED = 64 << 20  # most bytes that are reduced together; a larger tensor is reduced where it lies
 _SMALLEST = 1 << 20  # bytes of the first buffer
 
 
-class Executor:
+class FusedExecutor:
     """Carries out operations of one process set. Every method is collective.
 
     Args:
@@ -35,7 +35,7 @@ class Executor:
         self._buffers: dict[torch.device, Arena] = {}
 
     @torch.no_grad()
-    def run(self, operations: Sequence[Operation]) -> None:
+    def run(self, operations: Sequence[Submission]) -> None:
         """Carry out operations, fused where possible. An operation that is impossible on all ranks gets an error."""
         for batch in _batches(operations):
             try:
@@ -55,10 +55,10 @@ class Executor:
                 buffer.free()
         self._buffers.clear()
 
-    def _barrier(self, batch: Sequence[Operation]) -> None:
+    def _barrier(self, batch: Sequence[Submission]) -> None:
         """Do nothing: the ranks have just met."""
 
-    def _call(self, batch: Sequence[Operation]) -> None:
+    def _call(self, batch: Sequence[Submission]) -> None:
         for operation in batch:
             assert operation.function is not None
             try:
@@ -66,7 +66,7 @@ class Executor:
             except InputError as error:  # agreed by all ranks, as the function has to
                 operation.fail(error)
 
-    def _allreduce(self, batch: Sequence[Operation]) -> None:
+    def _allreduce(self, batch: Sequence[Submission]) -> None:
         pairs = [pair for each in batch for pair in zip(each.tensors, each.outputs, strict=True)]
         for inputs, outputs in _fused(pairs):
             if len(inputs) == 1:
@@ -75,18 +75,26 @@ class Executor:
                     flat.copy_(inputs[0].reshape(-1))
             else:
                 flat = torch.cat([x.reshape(-1) for x in inputs], out=self._buffer(inputs))
-            self._reduce(flat, batch[0], [x.numel() for x in inputs])
+            divisor = self._reduce(flat, batch[0], [x.numel() for x in inputs])
             for out, piece in zip(outputs, flat.split([x.numel() for x in inputs]), strict=True):
-                if out.data_ptr() != piece.data_ptr() or not out.is_contiguous():
+                if divisor != 1:
+                    torch.div(piece.view(out.shape), divisor, out=out)
+                elif out.data_ptr() != piece.data_ptr() or not out.is_contiguous():
                     out.copy_(piece.view(out.shape))
 
-    def _reduce(self, flat: torch.Tensor, like: Operation, sizes: Sequence[int]) -> None:
+    def _reduce(self, flat: torch.Tensor, like: Submission, sizes: Sequence[int]) -> int:
+        """Reduce a vector in place, and return the number by which the caller must divide it while copying it out."""
         _scale(flat, like.prescale)
-        if like.reduction == Reduction.Adasum:
+        divisor = 1
+        if like.reduction == ReduceOp.Adasum:
             adasum(self._comm, flat, sizes)
-        else:
+        elif like.reduction == ReduceOp.Average and flat.is_floating_point() and flat.itemsize > 2:
+            self._comm.all_reduce(flat)
+            divisor = self._comm.size
+        else:  # the sum of 16-bit numbers could overflow; averages of integers are rounded toward zero
             self._comm.all_reduce(flat, REDUCTIONS[like.reduction])
         _scale(flat, like.postscale)
+        return divisor
 
     def _buffer(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return shared memory for the elements of some tensors, flat. It is used again by the next call."""
@@ -99,14 +107,14 @@ class Executor:
             buffer = self._buffers[first.device] = self._comm.arena(capacity, torch.uint8, first.device)
         return buffer.tensor[:nbytes].view(first.dtype)
 
-    def _broadcast(self, batch: Sequence[Operation]) -> None:
+    def _broadcast(self, batch: Sequence[Submission]) -> None:
         for operation in batch:
             for x, out in zip(operation.tensors, operation.outputs, strict=True):
                 if out is not x and self._comm.rank == operation.root:
                     out.copy_(x)
         broadcast_tensors([out for each in batch for out in each.outputs], self._comm, batch[0].root)
 
-    def _allgather(self, batch: Sequence[Operation]) -> None:
+    def _allgather(self, batch: Sequence[Submission]) -> None:
         tensors = [x for operation in batch for x in operation.tensors]
         rows = np.empty((self._comm.size, len(tensors)), dtype=np.int64)
         self._comm.all_gather(rows.reshape(-1), np.array([x.shape[0] for x in tensors], dtype=np.int64))
@@ -119,7 +127,7 @@ class Executor:
         for operation in batch:
             operation.outputs, outputs = outputs[: len(operation.tensors)], outputs[len(operation.tensors) :]
 
-    def _alltoall(self, batch: Sequence[Operation]) -> None:
+    def _alltoall(self, batch: Sequence[Submission]) -> None:
         size = self._comm.size
         for operation in batch:
             x = operation.tensors[0]
@@ -137,11 +145,11 @@ class Executor:
             operation.outputs = [out]
             operation.value = torch.from_numpy(arriving).to(torch.int32)
 
-    def _reducescatter(self, batch: Sequence[Operation]) -> None:
+    def _reducescatter(self, batch: Sequence[Submission]) -> None:
         for operation in batch:
             operation.outputs = [self._reduce_scatter(x, operation) for x in operation.tensors]
 
-    def _reduce_scatter(self, x: torch.Tensor, like: Operation) -> torch.Tensor:
+    def _reduce_scatter(self, x: torch.Tensor, like: Submission) -> torch.Tensor:
         rows = rows_of_ranks(x.shape[0], self._comm.size)
         row = torch.Size(x.shape[1:]).numel()
         out = x.new_empty((rows[self._comm.rank], *x.shape[1:]))
@@ -163,16 +171,18 @@ def rows_of_ranks(rows: int, size: int) -> list[int]:
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
-def _batches(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
+def _batches(operations: Sequence[Submission]) -> Iterator[list[Submission]]:
     """Yield the operations in lists that can be carried out together."""
-    batches: dict[tuple[object, ...], list[Operation]] = {}
+    batches: dict[tuple[object, ...], list[Submission]] = {}
     for operation in operations:
         options = operation.reduction, operation.prescale, operation.postscale, operation.root
         batches.setdefault((operation.kind, *options), []).append(operation)
     yield from batches.values()
 
 
-def _fused(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+def _fused(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Yield lists of inputs and of outputs of one dtype and device, each of one tensor or of at most `_FUSED` bytes."""
     waiting: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     sizes = Counter[Any]()

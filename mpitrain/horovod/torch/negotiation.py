@@ -7,8 +7,8 @@ what all of them have submitted is carried out, fused, in one order. A rank meet
     rank 1   submits b, submits a, waits for b    submits c, waits for c
     meeting                                a, b                        c
 
-Equal hashes, the usual case, cost one small all_gather. Otherwise the ranks exchange the names, so that operations may be
-submitted in different orders. If no rank can go on, each gets an error of one line instead of waiting for ever.
+Equal hashes, the usual case, cost one small all_gather. Otherwise the ranks exchange the names, so that operations may
+be submitted in different orders. If no rank can go on, each gets an error of one line instead of waiting for ever.
 
 Horovod exchanges names in a background thread instead (Sergeev and Del Balso 2018, arXiv 1802.05799, section 3).
 """
@@ -25,12 +25,19 @@ import numpy as np
 
 from mpitrain.comm import Communicator
 from mpitrain.errors import CommunicationError
-from mpitrain.horovod.torch.execution import Executor
-from mpitrain.horovod.torch.operation import ArgumentError, HorovodInternalError, Operation, describe, kind_of, zeros_for
+from mpitrain.horovod.torch.execution import FusedExecutor
+from mpitrain.horovod.torch.submission import (
+    HorovodArgumentError,
+    HorovodInternalError,
+    Submission,
+    describe,
+    kind_of,
+    zeros_for,
+)
 
 
-class State(IntEnum):
-    """What a rank does in a meeting."""
+class Presence(IntEnum):
+    """Part of a rank in a meeting."""
 
     WAITING = 0  # for an operation
     POLLING = 1  # asks whether an operation is complete, and goes on if not
@@ -40,7 +47,7 @@ class State(IntEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the ranks of a meeting do.
+    """Result of a meeting.
 
     Attributes:
         ready: Names of the operations that all ranks carry out, in this order.
@@ -53,19 +60,19 @@ class Outcome:
     stuck: str = ""
 
 
-def match(pending: Sequence[Mapping[str, str]], states: Sequence[State], awaited: Sequence[str]) -> Outcome:
+def match(pending: Sequence[Mapping[str, str]], states: Sequence[Presence], awaited: Sequence[str]) -> Outcome:
     """Return what the ranks do, given what each has submitted; the same on all ranks.
 
     Args:
         pending: Keys of each rank's operations by name, in the order of submission.
-        states: State of each rank.
+        states: Presence of each rank.
         awaited: Name of the operation for which each rank waits; empty if it waits for none.
     """
-    if State.LEAVING in states:
-        left = states.index(State.LEAVING)
+    if Presence.LEAVING in states:
+        left = states.index(Presence.LEAVING)
         message = f"rank {left} has called hvd.shutdown(); call it when all ranks have their results"
         return Outcome((), {name: message for names in pending for name in names}, message)
-    active = [rank for rank, state in enumerate(states) if state != State.JOINED]
+    active = [rank for rank, state in enumerate(states) if state != Presence.JOINED]
     if not active:
         return Outcome(())
     ready, failed = [], dict[str, str]()
@@ -76,13 +83,17 @@ def match(pending: Sequence[Mapping[str, str]], states: Sequence[State], awaited
         others = [rank for rank, other in zip(active, keys, strict=True) if other != key]
         if others:
             there = describe(str(pending[others[0]][name]))
-            failed[name] = f"rank {active[0]} has submitted {describe(key)}, but rank {others[0]} {there}; make them equal"
+            failed[name] = (
+                f"rank {active[0]} has submitted {describe(key)}, but rank {others[0]} {there}; make them equal"
+            )
         elif len(active) < len(states) and kind_of(key) != "allreduce":
-            joined = next(rank for rank, state in enumerate(states) if state == State.JOINED)
-            failed[name] = f"{describe(key)} is impossible after rank {joined} has joined; only allreduce is possible then"
+            joined = next(rank for rank, state in enumerate(states) if state == Presence.JOINED)
+            failed[name] = (
+                f"{describe(key)} is impossible after rank {joined} has joined; only allreduce is possible then"
+            )
         else:
             ready.append(name)
-    if ready or failed or any(states[rank] == State.POLLING for rank in active):
+    if ready or failed or any(states[rank] == Presence.POLLING for rank in active):
         return Outcome(tuple(ready), failed)
     waits = "; ".join(f"rank {r} waits for '{awaited[r]}'" for r in active[:4]) + ("; ..." if len(active) > 4 else "")
     return Outcome((), {}, f"no rank can go on: {waits}; submit operations of the same names on all ranks")
@@ -97,9 +108,9 @@ class Negotiation:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self._pending: dict[str, Operation] = {}
+        self._pending: dict[str, Submission] = {}
         self._counts: dict[str, int] = {}
-        self._executor = Executor(comm)
+        self._executor = FusedExecutor(comm)
         self._mine = np.zeros(3, dtype=np.int64)
         self._all = np.zeros((comm.size, 3), dtype=np.int64)
         self._meetings = 0
@@ -108,47 +119,52 @@ class Negotiation:
     def full_name(self, kind: str, name: str | None) -> str:
         """Return the name of an operation, numbered if the caller gives none.
 
+        Args:
+            kind: Kind of the operation.
+            name: Name within the kind; None to number it.
+
         Raises:
-            ArgumentError: An operation of this name is pending.
+            HorovodArgumentError: An operation of this name is pending.
         """
         if name is None:
             self._counts[kind] = number = self._counts.get(kind, 0) + 1
             return f"{kind}.noname.{number}"
         if f"{kind}.{name}" in self._pending:
-            raise ArgumentError(
+            raise HorovodArgumentError(
                 f"rank {self.comm.rank}: {kind} '{name}' is still pending; synchronize it before the next of that name"
             )
         return f"{kind}.{name}"
 
-    def submit(self, operation: Operation) -> Operation:
+    def submit(self, operation: Submission) -> Submission:
         """Add an operation to those that wait, and return it. It is carried out in a later meeting."""
+        operation.negotiator = self
         self._pending[operation.name] = operation
         return operation
 
-    def withdraw(self, operation: Operation) -> None:
+    def withdraw(self, operation: Submission) -> None:
         """Forget an operation that this rank no longer needs."""
         self._pending.pop(operation.name, None)
 
-    def wait(self, operation: Operation) -> None:
+    def wait(self, operation: Submission) -> None:
         """Meet the other ranks until an operation is complete. Collective.
 
         Raises:
             HorovodInternalError: The ranks disagree on the operation, one of them died, or none can go on.
         """
         while not operation.is_complete:
-            self._meet(State.WAITING, operation)
+            self._meet(Presence.WAITING, operation)
         if operation.error is not None:
             raise operation.error
 
-    def poll(self, operation: Operation) -> bool:
+    def poll(self, operation: Submission) -> bool:
         """Meet the other ranks once, and return True if the operation is complete."""
         if not operation.is_complete:
-            self._meet(State.POLLING, operation)
+            self._meet(Presence.POLLING, operation)
         return operation.is_complete
 
     def join(self) -> int:
         """Add zeros to the other ranks' sums until they have joined; return the last rank that joined. Collective."""
-        while self._meet(State.JOINED, None):
+        while self._meet(Presence.JOINED, None):
             pass
         last = max(range(self.comm.size), key=lambda rank: (self._joined[rank], rank))
         self._joined = [0] * self.comm.size
@@ -157,12 +173,12 @@ class Negotiation:
     def leave(self) -> None:
         """Wait until all ranks leave; ranks that wait for an operation get an error instead. Collective."""
         self._pending.clear()
-        while self._meet(State.LEAVING, None):
+        while self._meet(Presence.LEAVING, None):
             pass
         self._executor.free()
         self.comm.free()
 
-    def _meet(self, state: State, operation: Operation | None) -> bool:
+    def _meet(self, state: Presence, operation: Submission | None) -> bool:
         """Carry out what all ranks have submitted. Collective.
 
         Returns:
@@ -176,17 +192,17 @@ class Negotiation:
             self._fail_all(lambda _: failure)
             raise failure from error
 
-    def _meeting(self, state: State, operation: Operation | None) -> bool:
+    def _meeting(self, state: Presence, operation: Submission | None) -> bool:
         text = "\n".join(pending.key for pending in self._pending.values())
         digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
         self._mine[:] = digest, len(self._pending), state
         self.comm.all_gather(self._all.reshape(-1), self._mine)
         self._meetings += 1
-        states = [State(number) for number in self._all[:, 2]]
-        if state >= State.JOINED and states.count(state) == len(states):
+        states = [Presence(number) for number in self._all[:, 2]]
+        if state >= Presence.JOINED and states.count(state) == len(states):
             self._note_joined(states)
             return False
-        if max(states) < State.JOINED and (self._all[:, :2] == self._mine[:2]).all():
+        if max(states) < Presence.JOINED and (self._all[:, :2] == self._mine[:2]).all():
             outcome, keys = Outcome(tuple(self._pending)), dict[str, str]()
         else:
             self._note_joined(states)
@@ -198,25 +214,25 @@ class Negotiation:
         self._carry_out(outcome, state, operation, keys)
         return True
 
-    def _note_joined(self, states: Sequence[State]) -> None:
+    def _note_joined(self, states: Sequence[Presence]) -> None:
         for rank, state in enumerate(states):
-            if state == State.JOINED and not self._joined[rank]:
+            if state == Presence.JOINED and not self._joined[rank]:
                 self._joined[rank] = self._meetings
 
     def _carry_out(
-        self, outcome: Outcome, state: State, operation: Operation | None, keys: Mapping[str, str]
+        self, outcome: Outcome, state: Presence, operation: Submission | None, keys: Mapping[str, str]
     ) -> None:
         for name, message in outcome.failed.items():
             if name in self._pending:
                 self._pending.pop(name).fail(HorovodInternalError(message, agreed=True))
-        if outcome.stuck and operation is not None and state == State.WAITING:
+        if outcome.stuck and operation is not None and state == Presence.WAITING:
             self.withdraw(operation)
             operation.fail(HorovodInternalError(outcome.stuck, agreed=True))
         if outcome.ready:
-            joined = state == State.JOINED
+            joined = state == Presence.JOINED
             self._executor.run([zeros_for(keys[n]) if joined else self._pending.pop(n) for n in outcome.ready])
 
-    def _fail_all(self, error: Callable[[Operation], Exception]) -> None:
+    def _fail_all(self, error: Callable[[Submission], Exception]) -> None:
         for operation in self._pending.values():
             operation.fail(error(operation))
         self._pending.clear()

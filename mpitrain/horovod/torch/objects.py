@@ -13,9 +13,10 @@ import torch
 
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
-from mpitrain.horovod.torch.operation import ArgumentError, Operation
-from mpitrain.horovod.torch.operations import broadcast_async_, synchronize
+from mpitrain.horovod.torch.handles import synchronize
+from mpitrain.horovod.torch.moving import broadcast_async_
 from mpitrain.horovod.torch.session import ProcessSet, call_on_all, global_process_set, rank
+from mpitrain.horovod.torch.submission import HorovodArgumentError, Submission
 from mpitrain.shard.ddp import broadcast_tensors
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -47,7 +48,10 @@ def encode(value: Any, tensors: list[torch.Tensor]) -> Any:
         parts = [str(value.dtype)[6:], list(value.shape), value.device.type, isinstance(value, torch.nn.Parameter)]
         return ["tensor", *parts]
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
-        return ["array" if isinstance(value, np.ndarray) else "scalar", encode(torch.from_numpy(np.array(value)), tensors)]
+        return [
+            "array" if isinstance(value, np.ndarray) else "scalar",
+            encode(torch.from_numpy(np.array(value)), tensors),
+        ]
     if isinstance(value, (bytes, bytearray)):
         return ["bytes", value.hex()]
     if isinstance(value, (torch.dtype, torch.device)):
@@ -123,7 +127,9 @@ def broadcast_object(
     """
     process_set.require()
     if root_rank not in (process_set.ranks or ()):
-        raise ArgumentError(f"broadcast_object: root_rank {root_rank} is not among the ranks {process_set.ranks}")
+        raise HorovodArgumentError(
+            f"broadcast_object: root_rank {root_rank} is not among the ranks {process_set.ranks}"
+        )
     root = (process_set.ranks or []).index(root_rank)
 
     def send(comm: Communicator) -> Any:
@@ -184,8 +190,10 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
     elif isinstance(params, Iterable) and not isinstance(params, (str, torch.Tensor)):
         named = [each if isinstance(each, tuple) else (None, each) for each in params]
     else:
-        raise ArgumentError(f"broadcast_parameters: pass a state dictionary or parameters, not {type(params).__name__}")
-    handles: Sequence[Operation] = [
+        raise HorovodArgumentError(
+            f"broadcast_parameters: pass a state dictionary or parameters, not {type(params).__name__}"
+        )
+    handles: Sequence[Submission] = [
         broadcast_async_(p, root_rank, name, process_set) for name, p in named if isinstance(p, torch.Tensor)
     ]
     for handle in handles:

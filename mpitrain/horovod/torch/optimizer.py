@@ -1,7 +1,7 @@
 """DistributedOptimizer: an optimizer that reduces gradients over the ranks before it updates parameters.
 
-A hook on each parameter submits its gradient in backward. `step`, or `synchronize` before it, carries out the reductions
-of all gradients, fused in shared memory, and puts the results into `.grad`.
+A hook on each parameter submits its gradient in backward. `step`, or `synchronize` before it, carries out the
+reductions of all gradients, fused in shared memory, and puts the results into `.grad`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from mpitrain.horovod.torch import operations
-from mpitrain.horovod.torch.compression import Compression, Compressor
-from mpitrain.horovod.torch.operation import ArgumentError, Operation, Reduction, UnsupportedError
+from mpitrain.horovod.torch.compression import Compressions, Compressor
+from mpitrain.horovod.torch.handles import synchronize
+from mpitrain.horovod.torch.moving import sparse_allreduce_async
+from mpitrain.horovod.torch.reducing import allreduce_async_, grouped_allreduce_async_
 from mpitrain.horovod.torch.session import ProcessSet, global_process_set, size
+from mpitrain.horovod.torch.submission import HorovodArgumentError, ReduceOp, Submission, UnsupportedError
 
 
 class _Wrapped:
@@ -27,7 +30,7 @@ class _Wrapped:
     param_groups: list[dict[str, Any]]
     state: Any
 
-    def _begin(self, named_parameters: Any, compression: type[Compressor], op: Reduction, passes: int) -> None:
+    def _begin(self, named_parameters: Any, compression: type[Compressor], op: ReduceOp, passes: int) -> None:
         self.backward_passes_per_step, self.op, self._compression = passes, op, compression
         self._parameter_names = _names(self.param_groups, named_parameters)
 
@@ -42,9 +45,7 @@ class _Wrapped:
 class _DistributedOptimizer(_Wrapped):
     """An optimizer whose gradients are reduced by hooks and `synchronize`."""
 
-    def _begin_reducing(
-        self, predivide: float, groups: Any, sparse_as_dense: bool, process_set: ProcessSet
-    ) -> None:
+    def _begin_reducing(self, predivide: float, groups: Any, sparse_as_dense: bool, process_set: ProcessSet) -> None:
         self.gradient_predivide_factor, self.sparse_as_dense, self.process_set = predivide, sparse_as_dense, process_set
         self._passes = Counter[torch.Tensor]()  # backward passes since the last reduction
         self._handles: dict[tuple[torch.Tensor, ...], Callable[[], None]] = {}  # what completes each group
@@ -64,18 +65,18 @@ class _DistributedOptimizer(_Wrapped):
             return {p: (p,) for p in parameters}
         if isinstance(groups, int):
             if groups < 0:
-                raise ArgumentError(f"groups={groups}: pass a number of groups, or lists of parameters")
+                raise HorovodArgumentError(f"groups={groups}: pass a number of groups, or lists of parameters")
             parameters.sort(key=lambda p: self._parameter_names[p])  # equal on all ranks
             count = min(groups, len(parameters)) or 1
             ends = [len(parameters) * n // count for n in range(count + 1)]
-            listed = [parameters[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+            listed = [parameters[begin:end] for begin, end in pairwise(ends)]
         else:
             listed = [[p for p in group if getattr(p, "requires_grad", True)] for group in groups]
         members = [p for group in listed for p in group]
         if not all(isinstance(p, torch.Tensor) for p in members):
-            raise ArgumentError("groups must be lists of parameters")
+            raise HorovodArgumentError("groups must be lists of parameters")
         if len(set(members)) < len(members):
-            raise ArgumentError("groups: a parameter may be in one group only")
+            raise HorovodArgumentError("groups: a parameter may be in one group only")
         formed = {p: tuple(group) for group in listed for p in group}
         return {p: formed.get(p, (p,)) for p in parameters}
 
@@ -83,7 +84,7 @@ class _DistributedOptimizer(_Wrapped):
         """Submit the gradient of p, or of its group, after the last backward pass before a step."""
         group = self._group_of[p]
         if group in self._handles:
-            raise ArgumentError(
+            raise HorovodArgumentError(
                 f"the gradient of {self._parameter_names[p]} was computed more than backward_passes_per_step="
                 f"{self.backward_passes_per_step} times before step(); increase backward_passes_per_step"
             )
@@ -99,20 +100,18 @@ class _DistributedOptimizer(_Wrapped):
         name = self._parameter_names[group[0]]
         gradients = [p.grad for p in group if p.grad is not None]
         if gradients[0].is_sparse and not self.sparse_as_dense:
-            result = operations.sparse_allreduce_async(gradients[0], name, self.op, self.process_set)
+            result = sparse_allreduce_async(gradients[0], name, self.op, self.process_set)
             return lambda: _store_sparse(group[0], result())
         dense = [g.to_dense() if g.is_sparse else g for g in gradients]
         sent, contexts = zip(*(self._compression.compress(g) for g in dense), strict=True)
         factor = self.gradient_predivide_factor
-        handle = operations.grouped_allreduce_async_(
-            list(sent), None, name, self.op, 1.0 / factor, factor, self.process_set
-        )
+        handle = grouped_allreduce_async_(list(sent), None, name, self.op, 1.0 / factor, factor, self.process_set)
         return lambda: self._store(group, dense, handle, contexts)
 
     def _store(
-        self, group: Sequence[torch.Tensor], dense: Sequence[torch.Tensor], handle: Operation, contexts: Sequence[Any]
+        self, group: Sequence[torch.Tensor], dense: Sequence[torch.Tensor], handle: Submission, contexts: Sequence[Any]
     ) -> None:
-        for p, gradient, out, context in zip(group, dense, operations.synchronize(handle), contexts, strict=True):
+        for p, gradient, out, context in zip(group, dense, synchronize(handle), contexts, strict=True):
             reduced = self._compression.decompress(out, context)
             if p.grad is not None and p.grad.is_sparse:
                 _store_sparse(p, reduced.to_sparse(p.grad.sparse_dim()))
@@ -209,9 +208,9 @@ class _AdasumOptimizer(_Wrapped):
             for p, start in zip(parameters, before, strict=True):
                 sent, context = self._compression.compress(p - start)
                 name = self._parameter_names[p]
-                handles.append((operations.allreduce_async_(sent, name=name, op=Reduction.Adasum), context))
+                handles.append((allreduce_async_(sent, name=name, op=ReduceOp.Adasum), context))
             for p, start, (handle, context) in zip(parameters, before, handles, strict=True):
-                p.copy_(start + self._compression.decompress(operations.synchronize(handle), context))
+                p.copy_(start + self._compression.decompress(synchronize(handle), context))
         return result
 
 
@@ -232,23 +231,27 @@ def _names(param_groups: Sequence[dict[str, Any]], named_parameters: Any) -> dic
         ]
     pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) for pair in pairs):
-        raise ArgumentError("named_parameters must be pairs of names and parameters, as model.named_parameters() gives")
+        raise HorovodArgumentError(
+            "named_parameters must be pairs of names and parameters, as model.named_parameters() gives"
+        )
     doubled = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if doubled:
-        raise ArgumentError(f"named_parameters: the names {', '.join(sorted(doubled))} occur twice; make them different")
+        raise HorovodArgumentError(
+            f"named_parameters: the names {', '.join(sorted(doubled))} occur twice; make them different"
+        )
     names = {p: name for name, p in pairs}
     lacking = sum(p not in names for group in param_groups for p in group["params"])
     if lacking:
-        raise ArgumentError(f"named_parameters lacks {lacking} of the optimizer's parameters; name all of them")
+        raise HorovodArgumentError(f"named_parameters lacks {lacking} of the optimizer's parameters; name all of them")
     return names
 
 
-def DistributedOptimizer(  # noqa: N802 - Horovod's name
+def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] = Compressions.none,
     backward_passes_per_step: int = 1,
-    op: int = Reduction.Average,
+    op: int = ReduceOp.Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Any = None,
@@ -273,17 +276,17 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set: Ranks over which gradients are reduced.
 
     Raises:
-        ArgumentError: Names are missing or doubled, or arguments do not go together.
+        HorovodArgumentError: Names are missing or doubled, or arguments do not go together.
     """
-    reduction = Reduction(op)
-    if gradient_predivide_factor != 1.0 and reduction != Reduction.Average:
-        raise ArgumentError("gradient_predivide_factor is for op=hvd.Average only")
+    reduction = ReduceOp(op)
+    if gradient_predivide_factor != 1.0 and reduction != ReduceOp.Average:
+        raise HorovodArgumentError("gradient_predivide_factor is for op=hvd.Average only")
     if backward_passes_per_step <= 0:
-        raise ArgumentError(f"backward_passes_per_step={backward_passes_per_step}: pass 1 or more")
+        raise HorovodArgumentError(f"backward_passes_per_step={backward_passes_per_step}: pass 1 or more")
     if num_groups:
         warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    by_changes = reduction == Reduction.Adasum and size() > 1
+    by_changes = reduction == ReduceOp.Adasum and size() > 1
     if by_changes and process_set.process_set_id != 0:
         raise UnsupportedError("Adasum works with the global process set only; leave out process_set")
     base, mixin = type(optimizer), _AdasumOptimizer if by_changes else _DistributedOptimizer

@@ -18,7 +18,7 @@ from mpitrain.comm.inspection import thread_level
 from mpitrain.comm.job import abort, launcher
 from mpitrain.errors import MpitrainError
 from mpitrain.horovod.torch.negotiation import Negotiation
-from mpitrain.horovod.torch.operation import ArgumentError, Operation, UnsupportedError
+from mpitrain.horovod.torch.submission import HorovodArgumentError, Submission, UnsupportedError
 
 
 class ProcessSet:
@@ -40,7 +40,7 @@ class ProcessSet:
         if self.mpi_comm is None:
             self.ranks = sorted(ranks)
             if not all(isinstance(number, int) for number in self.ranks):
-                raise ArgumentError(f"ProcessSet({self.ranks}): pass a list of ranks or an mpi4py communicator")
+                raise HorovodArgumentError(f"ProcessSet({self.ranks}): pass a list of ranks or an mpi4py communicator")
 
     def size(self) -> int | None:
         """Return the number of ranks; None if the set was not added."""
@@ -61,14 +61,14 @@ class ProcessSet:
         """Return the negotiation of the set.
 
         Raises:
-            ArgumentError: Horovod is not initialized, or the set was not added, or it lacks this rank.
+            HorovodArgumentError: Horovod is not initialized, or the set was not added, or it lacks this rank.
         """
         if self.negotiation is None:
             _require_world()
             problem = "was not added, or was removed; call hvd.add_process_set on all ranks"
             if self.process_set_id is not None:
                 problem = f"lacks rank {rank()}; call the operation on its ranks only"
-            raise ArgumentError(f"rank {rank()}: {self} {problem}")
+            raise HorovodArgumentError(f"rank {rank()}: {self} {problem}")
         return self.negotiation
 
     def _close(self) -> None:
@@ -180,7 +180,7 @@ def recover(error: BaseException) -> bool:
 
 def _require_world() -> Communicator:
     if _session.world is None:
-        raise ArgumentError("Horovod has not been initialized; call hvd.init() first")
+        raise HorovodArgumentError("Horovod has not been initialized; call hvd.init() first")
     return _session.world
 
 
@@ -210,7 +210,7 @@ def local_rank() -> int:
 
 
 def _counterparts() -> Sequence[int]:
-    """Return the ranks with this rank's local rank, one per node that has so many ranks."""
+    """Return the ranks with this rank's local rank, one per node that has such a rank."""
     world = _require_world()
     return [r for r in range(world.size) if world.nodes[:r].count(world.nodes[r]) == world.local_rank]
 
@@ -238,16 +238,18 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         process_set: The set, or its ranks.
 
     Raises:
-        ArgumentError: A set of the same ranks exists, or a rank does not exist.
+        HorovodArgumentError: A set of the same ranks exists, or a rank does not exist.
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     world = _require_world()
     if added.ranks is None and added.mpi_comm is not None:
         added.ranks = _ranks_of(added.mpi_comm, world)
     if added.ranks in [each.ranks for each in _session.sets.values()]:
-        raise ArgumentError(f"a process set of ranks {added.ranks} exists; use it, or remove it first")
+        raise HorovodArgumentError(f"a process set of ranks {added.ranks} exists; use it, or remove it first")
     if not added.ranks or added.ranks != sorted(set(added.ranks).intersection(range(world.size))):
-        raise ArgumentError(f"process set {added.ranks}: ranks must be different and between 0 and {world.size - 1}")
+        raise HorovodArgumentError(
+            f"process set {added.ranks}: ranks must be different and between 0 and {world.size - 1}"
+        )
     call_on_all(global_process_set, f"add_process_set.{added.ranks}", lambda comm: _session.add(added))
     return added
 
@@ -282,7 +284,7 @@ def call_on_all(process_set: ProcessSet, name: str, function: Any) -> Any:
         function: Function of the set's communicator. It raises an error on all ranks or on none.
     """
     negotiation = process_set.require()
-    call = Operation("call", negotiation.full_name("call", name), function=function)
+    call = Submission("call", negotiation.full_name("call", name), function=function)
     negotiation.wait(negotiation.submit(call))
     return call.value
 
@@ -332,17 +334,20 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Return whether PyTorch was built for CUDA."""
-    return torch.version.cuda is not None
+    """Return False: Horovod's kernels for CUDA are not used. Tensors on devices are communicated in any case."""
+    return False
 
 
 def rocm_built() -> bool:
-    """Return whether PyTorch was built for ROCm."""
-    return torch.version.hip is not None
+    """Return False: Horovod's kernels for ROCm are not used. Tensors on devices are communicated in any case."""
+    return False
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Refuse: Horovod's timeline is not provided.
+
+    Args:
+        file_path, mark_cycles: Ignored.
 
     Raises:
         UnsupportedError: Always.

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -14,7 +14,6 @@ from mpitrain.errors import InputError, MpitrainError
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
-    from mpitrain.horovod.torch.session import ProcessSet
 
 _UNEVEN = ("allgather", "alltoall")  # kinds whose first dimension may differ between ranks
 
@@ -23,7 +22,7 @@ class HorovodInternalError(MpitrainError, RuntimeError):
     """Error of an operation on which the ranks disagree, or during which a rank died. Elastic training catches it."""
 
 
-class ArgumentError(InputError, ValueError):
+class HorovodArgumentError(InputError, ValueError):
     """Argument that no operation of Horovod's interface takes; also a ValueError, which scripts may catch."""
 
 
@@ -31,7 +30,7 @@ class UnsupportedError(InputError, NotImplementedError):
     """Part of Horovod's interface that is not provided; also a NotImplementedError."""
 
 
-class Reduction(IntEnum):
+class ReduceOp(IntEnum):
     """Reductions, with the numbers that Horovod gives them."""
 
     Average = 0
@@ -44,16 +43,26 @@ class Reduction(IntEnum):
 
 # names of mpitrain's communicators; Adasum is computed from messages
 REDUCTIONS = {
-    Reduction.Average: "avg",
-    Reduction.Sum: "sum",
-    Reduction.Min: "min",
-    Reduction.Max: "max",
-    Reduction.Product: "product",
+    ReduceOp.Average: "avg",
+    ReduceOp.Sum: "sum",
+    ReduceOp.Min: "min",
+    ReduceOp.Max: "max",
+    ReduceOp.Product: "product",
 }
 
 
+class Negotiator(Protocol):
+    """Agreement of the ranks on operations, as `mpitrain.horovod.torch.negotiation` provides it."""
+
+    def wait(self, operation: Submission) -> None:
+        """Wait until an operation is complete; raise its error, if any."""
+
+    def poll(self, operation: Submission) -> bool:
+        """Return whether an operation is complete, after a meeting with the other ranks."""
+
+
 @dataclass(eq=False)
-class Operation:
+class Submission:
     """An operation that this rank has submitted. It serves as the handle of asynchronous calls.
 
     Attributes:
@@ -61,16 +70,16 @@ class Operation:
         name: Name by which ranks find the same operation; unique among those that are pending.
         tensors: Inputs; several if operations were grouped.
         outputs: Results; the inputs themselves if the operation works in place.
-        reduction: Reduction of allreduce and reducescatter.
+        reduction: ReduceOp of allreduce and reducescatter.
         prescale, postscale: Factors before and after the reduction.
         root: Rank in the process set that broadcasts.
         splits: Rows for each rank, for alltoall.
         is_group: True if `result` is a list of tensors even if there is only one.
-        function: What a call does when all ranks have submitted it. It gets the communicator.
+        function: Function of the communicator that a call runs once all ranks have submitted it.
         value: Return value of the function, or the received splits.
         is_complete: True if the results are there, or an error.
         error: Reason why the operation was not carried out.
-        process_set: Ranks that carry it out.
+        negotiator: Meets the other ranks for this operation.
         polled: True after the first `poll`.
     """
 
@@ -78,7 +87,7 @@ class Operation:
     name: str
     tensors: Sequence[torch.Tensor] = ()
     outputs: Sequence[torch.Tensor] = ()
-    reduction: Reduction = Reduction.Sum
+    reduction: ReduceOp = ReduceOp.Sum
     prescale: float = 1.0
     postscale: float = 1.0
     root: int = 0
@@ -88,7 +97,7 @@ class Operation:
     value: Any = None
     is_complete: bool = False
     error: Exception | None = None
-    process_set: ProcessSet | None = None
+    negotiator: Negotiator | None = None
     polled: bool = False
     key: str = field(init=False)
 
@@ -112,17 +121,15 @@ class Operation:
         self.error, self.is_complete = error, True
 
 
-def zeros_for(key: str) -> Operation:
+def zeros_for(key: str) -> Submission:
     """Return an all-reduce of zeros that matches another rank's, for a rank that has joined.
 
     Args:
         key: Key of the other rank's operation.
     """
     name, kind, (reduction, prescale, postscale, root), described = json.loads(key)
-    tensors = [
-        torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for dtype, device, _, *shape in described
-    ]
-    return Operation(kind, name, tensors, tensors, Reduction(reduction), prescale, postscale, root)
+    tensors = [torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for dtype, device, _, *shape in described]
+    return Submission(kind, name, tensors, tensors, ReduceOp(reduction), prescale, postscale, root)
 
 
 def kind_of(key: str) -> str:
@@ -131,12 +138,12 @@ def kind_of(key: str) -> str:
 
 
 def describe(key: str) -> str:
-    """Return a key as people read it: kind, name, dtypes and shapes."""
+    """Return a key as text for people: kind, name, dtypes and shapes."""
     name, kind, (reduction, prescale, postscale, root), described = json.loads(key)
     skipped = ["*"] if kind in _UNEVEN else []
     shapes = ", ".join(f"{dtype} {[*skipped, *shape]} on {device}" for dtype, device, _, *shape in described[:3])
     shapes += f" and {len(described) - 3} more" if len(described) > 3 else ""
     reduces = kind in ("allreduce", "reducescatter")
-    how = f", op {Reduction(reduction).name}" if reduces else f", root {root}" if kind == "broadcast" else ""
+    how = f", op {ReduceOp(reduction).name}" if reduces else f", root {root}" if kind == "broadcast" else ""
     how += f", prescale {prescale}, postscale {postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
     return f"{kind} '{name}'" + (f" of {shapes}{how}" if shapes else "")
