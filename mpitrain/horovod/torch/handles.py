@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mpitrain.horovod.torch.session import ProcessSet
+from mpitrain.horovod.torch.session import ProcessSet, global_process_set
 from mpitrain.horovod.torch.submission import HorovodArgumentError, Submission
 
 Tensors = Sequence[torch.Tensor]
