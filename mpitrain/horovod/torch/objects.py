@@ -217,4 +217,8 @@ def broadcast_optimizer_state(
     is_root = rank() == root_rank
     state = broadcast_object(optimizer.state_dict() if is_root else None, root_rank, "optimizer", process_set)
     if not is_root:
+        groups = optimizer.param_groups
         optimizer.load_state_dict(state)
+        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+            group.update(loaded)
+        optimizer.param_groups = groups  # a scheduler made before the optimizer was wrapped changes these
