@@ -29,7 +29,7 @@ from mpitrain.config.settings import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ("train", "evaluate", "generate", "predict", "data", "checkpoint", "adapters", "report", "plan")
-COMMANDS += ("doctor", "backend")
+COMMANDS += ("doctor", "backend", "run")
 _UNDER = {"report": ["schedule"], "plan": ["--measure"], "doctor": ["--check", "--tune"]}
 LIMITS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
 VALUES = {

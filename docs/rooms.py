@@ -11,6 +11,7 @@ COLOURS = ("#dbe9f6", "#d3ecea", "#cfe6d4", "#dcf0d0", "#e9f3c9", "#f4f1cf", "#f
 WORDS = {
     "train": "the main job", "evaluate": "figures", "generate": "text", "predict": "of samples", "report": "charts",
     "doctor": "in order?", "plan": "which layout", "adapters": "of LoRA", "bench": "gone: says where",
+    "run": "user scripts",
     "measuring": "measurements by users: collectives, algorithms, the machine",
     "inference": "text and predictions from trained models",
     "trainer": "Trainer, callbacks, run folder, engine, users' loops, modes",
