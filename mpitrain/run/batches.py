@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import Dataset, _utils, dataloader
 
 from mpitrain.run.layouts import Rows
-from mpitrain.run.session import Session
-from mpitrain.run.tensors import BatchTensor, Memory
+from mpitrain.run.session import ScriptRun
+from mpitrain.run.tensors import BatchMemory, BatchTensor
 from mpitrain.run.workers import WorkersInProcess
 
 CHECK_EVERY = 10  # batches between two comparisons of what ranks cut
@@ -41,7 +41,7 @@ class Batches:
         session: Run of the script.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: ScriptRun) -> None:
         self._session = session
         self._number = 0
         self._batch_dims: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
@@ -87,7 +87,7 @@ class Batches:
             return out
         rows = session.layouts.share(len(index))
         try:
-            with session.apart():
+            with session.without_meetings():
                 out = fetch(fetcher, index[rows.start : rows.start + rows.length])
             failed = not all(_has_rows(x, rows.length) for x in tree_flatten(out)[0])
         except Exception:  # every rank reads all again, and then all get the error that one process gets
@@ -164,12 +164,12 @@ class _CutRows(torch.autograd.Function):
     """Division of a whole tensor by rows. Its gradient is a batch, which is whole to autograd."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, session: Session, dim: int, rows: Rows) -> BatchTensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, session: ScriptRun, dim: int, rows: Rows) -> BatchTensor:
         local = rows.cut(x.detach(), dim).clone()
-        return BatchTensor(session, local, session.layouts.of(local, dim, rows), Memory(x))
+        return BatchTensor(session, local, session.layouts.of(local, dim, rows), BatchMemory(x))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return gradient, None, None, None
 
 

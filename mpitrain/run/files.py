@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from mpitrain.run.session import Session
+from mpitrain.run.session import ScriptRun
 from mpitrain.run.tensors import WholeTensor
 
 _WRITES = ("mkdir", "rmdir", "remove", "unlink", "rename", "replace", "symlink", "link", "truncate", "chmod", "utime")
@@ -47,7 +47,7 @@ class Files:
         session: Run of the script.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: ScriptRun) -> None:
         self._session = session
         self._has_written = False
         self._written: set[str] = set()  # files that libraries, too, read only when rank 0 has written them
@@ -59,7 +59,7 @@ class Files:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         self._open, self._save, self._load = builtins.open, torch.save, torch.load
-        builtins.open = io.open = self.open  # type: ignore[assignment]
+        builtins.open = io.open = self.open
         torch.save, torch.load = self.save, self.load
         for name in (*_WRITES, *_LOOKS):
             setattr(os, name, self._by_first_rank(f"os.{name}", getattr(os, name), writes=name in _WRITES))
@@ -117,7 +117,7 @@ class Files:
         return self._private(content, mode, *args, **kwargs)
 
     def _private(self, content: bytes | None, mode: str, *args: Any, **kwargs: Any) -> Any:
-        with self._session.apart():
+        with self._session.without_meetings():
             descriptor, path = tempfile.mkstemp()
             if content is not None:
                 os.write(descriptor, content)
@@ -194,7 +194,7 @@ class Files:
             answer: list[Any] = [None, None]
             if session.rank == 0:
                 try:
-                    with session.apart():  # what it calls inside is its own affair
+                    with session.without_meetings():  # what it calls inside is its own affair
                         answer[0] = result(original(*args, **kwargs))
                 except OSError as error:
                     names = [None if n is None else os.fspath(n) for n in (error.filename, error.filename2)]

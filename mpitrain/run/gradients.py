@@ -15,13 +15,13 @@ def install(kind: type[torch.Tensor]) -> None:
     Args:
         kind: Class whose attribute `grad` is replaced.
     """
-    stored: Any = torch._C.TensorBase.grad  # type: ignore[attr-defined]
+    stored: Any = torch._C.TensorBase.grad
 
     def read(self: torch.Tensor) -> torch.Tensor | None:
         gradient = stored.__get__(self)
         if type(gradient) is PendingSum and not gradient.requires_grad:
             gradient = gradient.whole()
             stored.__set__(self, gradient)
-        return gradient  # type: ignore[no-any-return]
+        return gradient
 
     kind.grad = property(read, stored.__set__, stored.__delete__)  # type: ignore[assignment]

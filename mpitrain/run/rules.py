@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from mpitrain.run.layouts import Layout, Rows
+from mpitrain.run.layouts import Division, Rows
 
 aten = torch.ops.aten
-LOCAL, AS_IS = "local", None  # parts of arguments; others are `Cut` and `Constant`
+LOCAL, AS_IS = "local", None  # parts of arguments; others are `RowsPart` and `Constant`
 SUMMAND, WHOLE = "summand", None  # outcomes; the other one is `RowsOutcome`
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
@@ -34,7 +34,7 @@ class NoRule(Exception):
 
 
 @dataclass(frozen=True)
-class Cut:
+class RowsPart:
     """Part of a whole argument: this rank's rows along `dim`."""
 
     dim: int
@@ -57,7 +57,7 @@ class RowsOutcome:
 
 
 @dataclass(frozen=True)
-class Plan:
+class OperationPlan:
     """Way in which a rank performs an operation on its rows.
 
     Attributes:
@@ -77,9 +77,9 @@ class Plan:
     shares: bool = False
 
 
-Planner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Plan]
+Planner = Callable[[Any, tuple[Any, ...], dict[str, Any]], OperationPlan]
 PLANNERS: dict[Any, Planner] = {}
-GATHER = Plan(None)
+GATHER = OperationPlan(None)
 
 
 def rule(names: str) -> Callable[[Planner], Planner]:
@@ -100,7 +100,7 @@ def rule(names: str) -> Callable[[Planner], Planner]:
     return enter
 
 
-def plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationPlan:
     """Return the plan of an operation; `GATHER` if there is no rule.
 
     Args:
@@ -110,7 +110,7 @@ def plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     """
     planner = PLANNERS.get(func)
     if planner is None and torch.Tag.pointwise in func.tags:
-        planner = pointwise
+        planner = _pointwise
     try:
         return planner(func, args, kwargs) if planner is not None else GATHER
     except NoRule:
@@ -126,7 +126,7 @@ def need(condition: bool) -> None:
         raise NoRule
 
 
-def layout_of(x: Any) -> Layout | None:
+def layout_of(x: Any) -> Division | None:
     """Return the layout of a tensor that is divided by rows, or None."""
     return getattr(x, "division", None) if isinstance(x, torch.Tensor) and type(x) is not torch.Tensor else None
 
@@ -137,17 +137,29 @@ def lead_of(values: Iterable[Any]) -> Any:
 
 
 def part_along(x: Any, dim: int, rows: Rows) -> Any:
-    """Return the part of a tensor to take: a divided one must be divided along `dim` by the same rows."""
+    """Return the part of a tensor to take: a divided one must be divided along `dim` by the same rows.
+
+    Args:
+        x: Tensor.
+        dim: Dimension that is divided.
+        rows: Division of that dimension.
+    """
     layout = layout_of(x)
     if layout is None:
         need(x.shape[dim] == rows.total)
-        return Cut(dim, rows)
+        return RowsPart(dim, rows)
     need(layout.at == dim and layout.rows is rows)
     return LOCAL
 
 
 def names_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operation by their names in its schema."""
+    """Return the arguments of an operation by their names in its schema.
+
+    Args:
+        func: Operation.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
     return dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
 
 
@@ -162,7 +174,7 @@ def _apply(part: Any, x: Any) -> Any:
         return [_apply(p, y) for p, y in zip(part, x, strict=True)]
     if isinstance(part, Constant):
         return part.value
-    if isinstance(part, Cut):
+    if isinstance(part, RowsPart):
         return part.rows.cut(_meta(x), part.dim)
     if part == LOCAL:
         local = x.local
@@ -183,7 +195,7 @@ def by_shape(
     parts: Sequence[Any],
     named_parts: dict[str, Any] | None = None,
     function: Callable[..., Any] | None = None,
-) -> Plan:
+) -> OperationPlan:
     """Return a plan whose outcomes follow from shapes: a result that is smaller here has rows, another is a summand.
 
     Only for operations that treat rows alike or add over them.
@@ -208,7 +220,7 @@ def by_shape(
         raise NoRule from None
     wholes, locals_ = tree_flatten(whole)[0], tree_flatten(local)[0]
     need(len(wholes) == len(locals_))
-    return Plan(
+    return OperationPlan(
         function or func, parts, named_parts, [_outcome(w, y, rows) for w, y in zip(wholes, locals_, strict=True)],
         shares=aliases(func),
     )  # fmt: skip
@@ -232,7 +244,7 @@ def _outcome(whole: Any, local: Any, rows: Rows) -> RowsOutcome | str | None:
     "copy_ fill_ zero_ _to_copy masked_fill_ softplus softplus_backward leaky_relu_ leaky_relu_backward alias detach "
     "detach_ clone zeros_like ones_like empty_like full_like hardtanh_backward elu_backward lift_fresh relu_ gelu_"
 )
-def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationPlan:
     """Plan an operation on single elements, with broadcasting."""
     in_place = func._schema.is_mutable
     need(not in_place or (bool(args) and layout_of(args[0]) is not None))
@@ -241,7 +253,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     end = lead.at - len(lead.shape)  # the divided dimension, counted from the last
     parts = [_element_part(x, end, lead.rows) for x in args]
     dims = max(x.dim() for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-    return Plan(
+    return OperationPlan(
         func,
         parts,
         {name: _element_part(x, end, lead.rows) for name, x in kwargs.items()},
@@ -263,9 +275,9 @@ def _element_part(x: Any, end: int, rows: Rows) -> Any:
 
 
 @rule("new_zeros new_ones new_full new_empty")
-def creation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _creation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationPlan:
     """Plan the creation of a whole tensor with the type of a divided one."""
-    return Plan(func, [LOCAL] + [AS_IS] * (len(args) - 1), {}, [WHOLE])
+    return OperationPlan(func, [LOCAL] + [AS_IS] * (len(args) - 1), {}, [WHOLE])
 
 
 @rule(
@@ -273,7 +285,7 @@ def creation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     "mse_loss_backward smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward "
     "soft_margin_loss_backward"
 )
-def element_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _element_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationPlan:
     """Plan a loss that is a sum or a mean over elements, and its backward."""
     need(not kwargs and "out" not in str(func._overloadname) and "grad_input" not in str(func._overloadname))
     names = [a.name for a in func._schema.arguments]
@@ -287,7 +299,7 @@ def element_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pl
     need(all(x.shape == lead.shape for x in args[:2] if isinstance(x, torch.Tensor) and x.dim()))
     backward = names[0] == "grad_output"
     if reduction == REDUCTIONS["none"]:
-        return Plan(func, parts, {}, [RowsOutcome(lead.at, lead.rows)])
+        return OperationPlan(func, parts, {}, [RowsOutcome(lead.at, lead.rows)])
     divisor = n if reduction == REDUCTIONS["mean"] else 1
 
     def total(*values: Any) -> Any:
@@ -297,7 +309,7 @@ def element_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pl
             return func(values[0] / divisor, *values[1:])
         return func(*values) / divisor
 
-    return Plan(total, parts, {}, [RowsOutcome(lead.at, lead.rows) if backward else SUMMAND])
+    return OperationPlan(total, parts, {}, [RowsOutcome(lead.at, lead.rows) if backward else SUMMAND])
 
 
 # -- products
@@ -307,7 +319,7 @@ def _product(pattern: str) -> Planner:
     """Return a planner for a product such as "ij,jk": whatever has the letter of the divided dimension is cut."""
     inputs = pattern.split(",")
 
-    def planner(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    def planner(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationPlan:
         number, lead = next((i, layout) for i, x in enumerate(args) if (layout := layout_of(x)) is not None)
         letter = inputs[number][lead.at]
         parts: list[Any] = []
@@ -329,7 +341,7 @@ for _name, _pattern in {
 
 
 @rule("addmm.default baddbmm.default")
-def product_and_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _product_and_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationPlan:
     """Plan bias + a @ b where the rows are rows of the result."""
     bias, a, b = args
     lead = layout_of(lead_of((a, b)))
@@ -358,7 +370,7 @@ _SAMPLES = {
     "nll_loss2d_backward native_group_norm native_group_norm_backward reflection_pad2d glu glu_backward "
     "log_sigmoid_forward log_sigmoid_backward avg_pool3d"
 )
-def samples(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _samples(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationPlan:
     """Plan an operation on samples that do not see each other; the first dimension is the batch."""
     layout = layout_of(lead_of(tree_flatten((args, kwargs))[0]))
     assert layout is not None
@@ -398,11 +410,11 @@ def samples(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     "_safe_softmax cumsum cumprod sort topk flip gather scatter_add index_select slice_backward select_backward cat "
     "stack scatter.src scatter.value"
 )
-def along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationPlan:
     """Plan an operation along dimensions: on the rows if the batch is none of them, else a sum or a mean over ranks."""
     name, values = func._schema.name.removeprefix("aten::"), names_of(func, args, kwargs)
     lead = lead_of(tree_flatten(args)[0])
-    layout: Layout = lead.division
+    layout: Division = lead.division
     n = len(values["input_sizes"]) if "input_sizes" in values else lead.dim() + (name == "stack")
     default = -1 if name in ("topk", "sort") else 0 if name in ("cat", "stack") else None
     dim = values.get("dim", values.get("dims", default))
@@ -426,10 +438,10 @@ def along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
             return aten.sum.dim_IntList(x, dims, values.get("keepdim", False), dtype=values.get("dtype")) / divisor
         return aten.sum.dim_IntList(x, dims, values.get("keepdim", False), dtype=values.get("dtype"))
 
-    return Plan(total, [LOCAL] + [AS_IS] * (len(args) - 1), {}, [SUMMAND])
+    return OperationPlan(total, [LOCAL] + [AS_IS] * (len(args) - 1), {}, [SUMMAND])
 
 
-def _along_part(x: Any, lead: Any, layout: Layout) -> Any:
+def _along_part(x: Any, lead: Any, layout: Division) -> Any:
     if isinstance(x, (list, tuple)) and any(isinstance(y, torch.Tensor) for y in x):
         return [_along_part(y, lead, layout) for y in x]
     if not isinstance(x, torch.Tensor):
@@ -441,7 +453,7 @@ def _along_part(x: Any, lead: Any, layout: Layout) -> Any:
 
 
 @rule("index.Tensor")
-def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationPlan:
     """Plan x[indices] where the rows of x are not indexed, or only the indices of a whole x are divided."""
     x, indices = args
     need(all(i is None or i.dtype not in (torch.bool, torch.uint8) for i in indices))
@@ -463,17 +475,17 @@ def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
 
 
 @rule("view.default _unsafe_view reshape _reshape_alias expand.default")
-def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationPlan:
     """Plan another shape, if each rank's rows stay together in it."""
     x, shape = args[0], list(args[1])
-    layout: Layout = x.division
+    layout: Division = x.division
     rows = layout.rows
     rest = [AS_IS] * (len(args) - 2)
     if func is aten.expand.default:
         at = layout.at + len(shape) - x.dim()
         need(shape[at] in (-1, rows.total))
         local = [rows.length if d == at else m for d, m in enumerate(shape)]
-        return Plan(func, [LOCAL, Constant(local), *rest], {}, [RowsOutcome(at, rows)], shares=True)
+        return OperationPlan(func, [LOCAL, Constant(local), *rest], {}, [RowsOutcome(at, rows)], shares=True)
     if -1 in shape:
         shape[shape.index(-1)] = math.prod(layout.shape) // max(-math.prod(shape), 1)
     before, after = math.prod(layout.shape[: layout.at]), math.prod(layout.shape[layout.at + 1 :])
@@ -486,7 +498,7 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
                 local = [*shape[:d], merged.length, *shape[d + 1 :]]
                 outcome = [RowsOutcome(d, merged)]
                 # `view` fails where this rank's memory is not dense, and then a copy is what one process gets, too
-                return Plan(_reshape, [LOCAL, Constant(local), *rest], {}, outcome, shares=aliases(func))
+                return OperationPlan(_reshape, [LOCAL, Constant(local), *rest], {}, outcome, shares=aliases(func))
     raise NoRule
 
 
@@ -498,10 +510,10 @@ def _reshape(x: torch.Tensor, shape: list[int], *_: Any) -> torch.Tensor:
     "t transpose.int permute unsqueeze squeeze select.int slice.Tensor split.Tensor split_with_sizes "
     "unsafe_split.Tensor unbind.int"
 )
-def moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationPlan:
     """Plan views that move, add or drop dimensions other than the rows."""
     x, name = args[0], func._schema.name.removeprefix("aten::")
-    layout: Layout = x.division
+    layout: Division = x.division
     values = names_of(func, args, kwargs)
     dim = values.get("dim", 0)
     if name in ("select", "slice", "split", "split_with_sizes", "unsafe_split", "unbind"):
@@ -514,11 +526,11 @@ def moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         need(layout.at not in dims)
         args = (x, dims)
         plan_ = by_shape(aten.squeeze.dims, args, {}, [LOCAL, Constant(dims)])
-        return Plan(
+        return OperationPlan(
             lambda y, *_: aten.squeeze.dims(y, dims), [LOCAL] + [AS_IS] * (len(names_of(func, args, kwargs)) - 1),
             {}, plan_.outcomes, shares=True,
         )  # fmt: skip
     return by_shape(func, args, kwargs, [LOCAL] + [AS_IS] * (len(args) - 1))
 
 
-__all__ = ["GATHER", "NoRule", "Plan", "plan", "tree_unflatten"]
+__all__ = ["GATHER", "NoRule", "OperationPlan", "plan", "tree_unflatten"]

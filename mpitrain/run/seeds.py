@@ -9,16 +9,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpitrain.run.session import Session
+from mpitrain.run.session import ScriptRun
 
 
-def align(session: Session) -> None:
+def align(session: ScriptRun) -> int:
     """Give all generators that a script may use without a seed the same one on all ranks. Collective.
 
     Args:
         session: Run of the script.
+
+    Returns:
+        Seed of the generators.
     """
-    seed = session.world.broadcast_object(random.SystemRandom().randrange(2**32))
+    seed: int = session.world.broadcast_object(random.SystemRandom().randrange(2**32))
+    set_seeds(seed)
+    return seed
+
+
+def set_seeds(seed: int) -> None:
+    """Seed the generators of torch, Python and NumPy, and those that are made without a seed later."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)

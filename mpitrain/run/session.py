@@ -23,21 +23,19 @@ from mpitrain.run.layouts import Layouts, Rows
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
-    from mpitrain.run.rules import Plan
-    from mpitrain.run.tensors import Cell
 
 _FIRST_CAPACITY = 1 << 20  # bytes of the memory in which ranks exchange
 _ALIGNMENT = 64
 
 
-class Session:
+class ScriptRun:
     """One run of a script.
 
     Attributes:
         world: Communicator over all ranks.
         folder: Folder of the script, whose files are its own code.
         layouts: Layouts of all batches.
-        plans: Plan of each operation, by its arguments.
+        plans: OperationPlan of each operation, by its arguments.
         pending: Sums that have not been exchanged yet.
         gathered: Operations that ran on the whole batch on every rank, with their places in the script.
         alone: True while ranks run different code on purpose, as when each reads its own samples.
@@ -51,8 +49,8 @@ class Session:
         self.world, self.rank, self.size = world, world.rank, world.size
         self.folder = os.path.dirname(os.path.abspath(script)) + os.sep
         self.layouts = Layouts(world.rank, world.size)
-        self.plans: dict[tuple[object, ...], Plan] = {}
-        self.pending: list[weakref.ref[Cell]] = []
+        self.plans: dict[tuple[object, ...], Any] = {}
+        self.pending: list[weakref.ref[Any]] = []
         self.gathered: Counter[str] = Counter()
         self.alone = False
         self.errors: TextIO = sys.stderr
@@ -87,7 +85,7 @@ class Session:
     # -- meetings
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def without_meetings(self) -> Iterator[None]:
         """Run the body of the `with` statement without meetings, because ranks do different things in it."""
         before, self.alone = self.alone, True
         try:
@@ -183,8 +181,8 @@ class Session:
         part = self._slot(start, numel, local.dtype)
         part.view(first.shape).copy_(first)
         out = self._slot(0, nbytes, torch.uint8)
-        own = self._slot(start, numel * local.element_size(), torch.uint8)
-        self.world.all_gather(out, own, counts=[n * each for n in rows.counts])
+        mine = self._slot(start, numel * local.element_size(), torch.uint8)
+        self.world.all_gather(out, mine, counts=[n * each for n in rows.counts])
         whole = self._slot(0, nbytes // local.element_size(), local.dtype).view(shape).movedim(0, at)
         return whole.clone(memory_format=torch.contiguous_format)
 

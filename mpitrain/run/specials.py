@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpitrain.run.layouts import Rows
-from mpitrain.run.rules import REDUCTIONS, Layout, aten, layout_of, names_of, need
+from mpitrain.run.rules import REDUCTIONS, Division, aten, layout_of, names_of, need
 
 if TYPE_CHECKING:
-    from mpitrain.run.session import Session
+    from mpitrain.run.session import ScriptRun
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Summand:
     local: torch.Tensor
 
 
-Special = Callable[["Session", Any, tuple[Any, ...], dict[str, Any]], Any]
+Special = Callable[["ScriptRun", Any, tuple[Any, ...], dict[str, Any]], Any]
 SPECIALS: dict[Any, Special] = {}
 
 
@@ -52,12 +52,12 @@ def _special(names: str) -> Callable[[Special], Special]:
 
 
 def _whole_like(x: Any) -> torch.Tensor:
-    layout: Layout = x.division
+    layout: Division = x.division
     return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=x.local.device)
 
 
 @_special("bernoulli_ normal_ uniform_ random_ exponential_ log_normal_ cauchy_ geometric_")
-def draw_in_place(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _draw_in_place(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw for the whole batch, as one process does, and keep this rank's rows."""
     x = args[0]
     need(layout_of(x) is not None and all(layout_of(y) is None for y in args[1:]))
@@ -68,15 +68,15 @@ def draw_in_place(session: Session, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 @_special("rand_like randn_like randint_like")
-def draw_like(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _draw_like(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw for the whole batch, and return this rank's rows."""
-    layout: Layout = args[0].division
+    layout: Division = args[0].division
     whole = func(_whole_like(args[0]), *args[1:], **kwargs)
     return OnRows(layout.rows.cut(whole, layout.at).clone(), layout.at, layout.rows)
 
 
 @_special("nll_loss_forward.default nll_loss2d_forward.default")
-def nll_loss(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _nll_loss(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the loss and the total weight of the whole batch, in one message."""
     values = names_of(func, args, kwargs)
     x, target, weight, ignored = (values[n] for n in ("self", "target", "weight", "ignore_index"))
@@ -95,7 +95,7 @@ def nll_loss(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 @_special("native_batch_norm.default")
-def batch_norm(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _batch_norm(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Normalize with the means and variances of the whole batch, which travel in one message.
 
     The moments of the ranks are combined as by Chan, Golub and LeVeque (1979), which does not lose digits.
@@ -114,8 +114,8 @@ def batch_norm(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[
     n, total = local.numel() // channels, x.numel() // channels
     mean = local.mean(dims)
     spread = (local - _broadcast(mean, x.dim())).square().sum(dims)
-    own = torch.stack([mean, spread, torch.full_like(mean, n)]).unsqueeze(0)
-    parts = session.gather(own, 0, session.layouts.rows((1,) * session.size))
+    moments = torch.stack([mean, spread, torch.full_like(mean, n)]).unsqueeze(0)
+    parts = session.gather(moments, 0, session.layouts.rows((1,) * session.size))
     mean = (parts[:, 0] * parts[:, 2]).sum(0) / total
     spread = (parts[:, 1] + parts[:, 2] * (parts[:, 0] - mean).square()).sum(0)
     variance = spread / total
@@ -129,7 +129,7 @@ def batch_norm(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 @_special("native_batch_norm_backward.default")
-def batch_norm_backward(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _batch_norm_backward(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the gradients of a batch norm over the whole batch; two sums travel in one message."""
     values = names_of(func, args, kwargs)
     x, grad, weight = values["input"], values["grad_out"], values["weight"]

@@ -19,22 +19,22 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from mpitrain.run.layouts import Layout
+from mpitrain.run.layouts import Division
 from mpitrain.run.rules import (
     AS_IS,
     GATHER,
     LOCAL,
     SUMMAND,
     Constant,
-    Cut,
     NoRule,
-    Plan,
+    OperationPlan,
     RowsOutcome,
+    RowsPart,
     aliases,
     aten,
     plan,
 )
-from mpitrain.run.session import Session
+from mpitrain.run.session import ScriptRun
 from mpitrain.run.specials import SPECIALS, OnRows, Summand
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -42,7 +42,7 @@ _MOST_PLANS = 20_000
 _NUMBER_WIDTH = 7  # len("tensor("), by which torch indents
 
 
-class Memory:
+class BatchMemory:
     """Memory of a batch, which its views share.
 
     Attributes:
@@ -70,7 +70,7 @@ class WholeTensor(torch.Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    session: Session
+    session: ScriptRun
     local: torch.Tensor
 
     def whole(self) -> torch.Tensor:
@@ -124,20 +124,20 @@ class BatchTensor(WholeTensor):
 
     Attributes:
         division: Whole shape, and the dimension that is divided.
-        memory: Memory that views of the batch share.
+        memory: BatchMemory that views of the batch share.
     """
 
-    division: Layout
-    memory: Memory
+    division: Division
+    memory: BatchMemory
     _copy: torch.Tensor | None
 
     def __new__(
-        cls, session: Session, local: torch.Tensor, layout: Layout, memory: Memory | None = None
+        cls, session: ScriptRun, local: torch.Tensor, layout: Division, memory: BatchMemory | None = None
     ) -> BatchTensor:
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = torch.Tensor._make_wrapper_subclass(
             cls, layout.shape, strides=layout.strides, dtype=layout.dtype, device=local.device
         )
-        self.session, self.local, self.division, self.memory = session, local, layout, memory or Memory()
+        self.session, self.local, self.division, self.memory = session, local, layout, memory or BatchMemory()
         self._copy, self._copied_at = None, -1
         return self
 
@@ -148,7 +148,7 @@ class BatchTensor(WholeTensor):
         gathered = self.session.gather(self.local.detach(), self.division.at, self.division.rows)
         if gathered.stride() == self.division.strides:
             return gathered
-        shaped = gathered.new_empty(0).set_(  # type: ignore[call-overload]
+        shaped = gathered.new_empty(0).set_(
             gathered.new_empty(gathered.numel()).untyped_storage(), 0, self.division.shape, self.division.strides
         )
         return shaped.copy_(gathered)
@@ -184,7 +184,7 @@ class Cell:
         is_pending: True until the ranks have exchanged it.
     """
 
-    def __init__(self, session: Session, local: torch.Tensor) -> None:
+    def __init__(self, session: ScriptRun, local: torch.Tensor) -> None:
         self.local, self.is_pending = local, True
         session.pending.append(weakref.ref(self))
 
@@ -194,8 +194,8 @@ class PendingSum(WholeTensor):
 
     cell: Cell
 
-    def __new__(cls, session: Session, local: torch.Tensor, cell: Cell | None = None) -> PendingSum:
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    def __new__(cls, session: ScriptRun, local: torch.Tensor, cell: Cell | None = None) -> PendingSum:
+        self = torch.Tensor._make_wrapper_subclass(
             cls, local.shape, strides=local.stride(), dtype=local.dtype, device=local.device
         )
         self.session, self.local, self.cell = session, local, cell or Cell(session, local)
@@ -225,10 +225,10 @@ class BatchView(WholeTensor):
     def __new__(
         cls, base: BatchTensor | BatchView, value: torch.Tensor, take: Callable[..., torch.Tensor]
     ) -> BatchView:
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = torch.Tensor._make_wrapper_subclass(
             cls, value.shape, strides=value.stride(), dtype=value.dtype, device=value.device
         )
-        self.session, self.base, self.take = base.session, base, take  # type: ignore[method-assign]
+        self.session, self.base, self.take = base.session, base, take
         self.source, self.value = base.viewed(), value
         return self
 
@@ -255,7 +255,7 @@ class BatchView(WholeTensor):
         base.store(base.viewed())
 
 
-def settle(session: Session) -> None:
+def settle(session: ScriptRun) -> None:
     """Exchange all pending sums, in one message for each dtype. Collective."""
     cells = [cell for reference in session.pending if (cell := reference()) is not None and cell.is_pending]
     session.pending.clear()
@@ -328,7 +328,7 @@ def _key_of(x: Any) -> Any:
     return (x.dtype, x.shape) if isinstance(x, torch.Tensor) else x
 
 
-def _run(session: Session, prepared: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(session: ScriptRun, prepared: OperationPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Perform an operation on this rank's rows."""
     parts = [_take(part, x) for part, x in zip(prepared.parts, args, strict=True)]
     named = prepared.named_parts or {}
@@ -352,27 +352,27 @@ def _take(part: Any, x: Any) -> Any:
     if part is LOCAL:
         return x.local
     kind = type(part)
-    if kind is Cut:
+    if kind is RowsPart:
         return x.narrow(part.dim, part.rows.start, part.rows.length)
     if kind is Constant:
         return part.value
     return [_take(p, y) for p, y in zip(part, x, strict=True)]
 
 
-def _wrap(session: Session, y: Any, outcome: Any, memory: Memory | None) -> Any:
+def _wrap(session: ScriptRun, y: Any, outcome: Any, memory: BatchMemory | None) -> Any:
     if type(outcome) is RowsOutcome:
         return BatchTensor(session, y, session.layouts.of(y, outcome.at, outcome.rows), memory)
     return _summand(session, y) if outcome is SUMMAND else y
 
 
-def _summand(session: Session, x: torch.Tensor) -> torch.Tensor:
+def _summand(session: ScriptRun, x: torch.Tensor) -> torch.Tensor:
     """Return the sum over the ranks. In a backward pass it is pending until somebody reads it."""
     if torch._C._current_graph_task_id() == -1 or not x.is_floating_point():
         return session.sum(x)
     return PendingSum(session, x.clone() if x._base is not None else x.contiguous())
 
 
-def _wrap_results(session: Session, results: Any) -> Any:
+def _wrap_results(session: ScriptRun, results: Any) -> Any:
     if isinstance(results, tuple):
         return tuple(_wrap_results(session, y) for y in results)
     if isinstance(results, OnRows):
@@ -399,7 +399,7 @@ def _dispatch_others(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return tree_map(lambda y: originals.get(id(y), y), out)
 
 
-def _run_gathered(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_gathered(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Perform an operation on the gathered batch, on every rank."""
     session.gathered[f"{func._schema.name.removeprefix('aten::')}{session.place()}"] += 1
     if aliases(func) and isinstance(args[0], BatchTensor):
@@ -462,7 +462,7 @@ def _keep_sum(func: Any, a: Any, b: Any, **options: Any) -> PendingSum | None:
         return None
     if func is aten.add_.Tensor:
         a.local.add_(b.local)
-        return a  # type: ignore[no-any-return]
+        return a
     return PendingSum(a.session, a.local + b.local)
 
 

@@ -46,8 +46,8 @@ for i, (real,) in enumerate(
     loss = criterion(critic(fake).view(-1), label)
     loss.backward()
     of_generator.step()
-    print("%d critic %.12f generator %.12f penalty %.12f D(x) %.12f" % (
-        i, (loss_real + loss_fake).item(), loss.item(), penalty.item(), score))  # fmt: skip
+    losses = (loss_real + loss_fake).item(), loss.item(), penalty.item()
+    print("{} critic {:.12f} generator {:.12f} penalty {:.12f} D(x) {:.12f}".format(i, *losses, score))
 with torch.no_grad():
     print("fixed", generator(fixed).detach().cpu().mean().item())
 torch.save({"generator": generator.state_dict(), "critic": critic.state_dict()}, "gan.pt")
