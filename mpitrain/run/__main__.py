@@ -22,7 +22,7 @@ from mpitrain.errors import EXIT_FAILED, InputError, printable, refusal
 from mpitrain.run.kinds import KINDS, kind_of, replace_spawn, require_library
 
 if TYPE_CHECKING:
-    from mpitrain.run.check import Recorder
+    from mpitrain.run.check import StepRecorder
     from mpitrain.run.session import ScriptRun
 
 USAGE = "mpirun -n N python -m mpitrain.run [--as KIND] [--check STEPS] SCRIPT [ARGUMENTS...]"
@@ -105,7 +105,7 @@ def _run_together(session: ScriptRun, words: list[str], check: int) -> None:
     import torch
 
     from mpitrain.run.batches import Batches
-    from mpitrain.run.check import EnoughSteps, Recorder
+    from mpitrain.run.check import EnoughSteps, StepRecorder
     from mpitrain.run.checks import Checks
     from mpitrain.run.files import Files
     from mpitrain.run.gradients import install as install_gradients
@@ -114,7 +114,7 @@ def _run_together(session: ScriptRun, words: list[str], check: int) -> None:
     for name in [name for name in os.environ if name.startswith(_LAUNCHERS)]:
         del os.environ[name]  # libraries that find them would start other ranks' communication of their own
     seed = align(session)
-    recorder = Recorder(check)
+    recorder = StepRecorder(check)
     checks = Checks(session)
     checks.install()
     Batches(session).install()
@@ -156,7 +156,7 @@ def _report(session: ScriptRun, error: BaseException) -> int:
     return error.exit_code if isinstance(error, InputError) else EXIT_FAILED
 
 
-def _compare(session: ScriptRun, recorder: Recorder, steps: int, seed: int, words: list[str]) -> int:
+def _compare(session: ScriptRun, recorder: StepRecorder, steps: int, seed: int, words: list[str]) -> int:
     """Print how the steps differ from one process, and return the exit code. Collective."""
     from mpitrain.run.check import compare
 

@@ -28,7 +28,7 @@ class EnoughSteps(BaseException):
     """End of a script whose steps are compared; not an error, so that scripts do not catch it."""
 
 
-class Recorder:
+class StepRecorder:
     """Record of losses and parameters of the first steps.
 
     Attributes:
@@ -78,7 +78,7 @@ def record_alone(arguments: list[str]) -> None:
     from mpitrain.run.seeds import set_seeds
 
     path, steps, seed, *words = arguments
-    recorder = Recorder(int(steps))
+    recorder = StepRecorder(int(steps))
     recorder.install()
     set_seeds(int(seed))
     sys.argv = words
@@ -88,7 +88,7 @@ def record_alone(arguments: list[str]) -> None:
     torch.save({"losses": json.dumps(recorder.losses), "parameters": recorder.parameters()}, path)
 
 
-def compare(recorder: Recorder, steps: int, seed: int, words: list[str]) -> tuple[str, int]:
+def compare(recorder: StepRecorder, steps: int, seed: int, words: list[str]) -> tuple[str, int]:
     """Return a line about the differences to one process, and an exit code.
 
     Args:

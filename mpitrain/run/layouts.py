@@ -40,7 +40,7 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Division:
+class RowLayout:
     """Shape of a whole tensor, and the dimension whose rows are divided. Equal layouts are one object.
 
     Attributes:
@@ -69,7 +69,7 @@ class Layouts:
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
         self._rows: dict[tuple[int, ...], Rows] = {}
-        self._layouts: dict[tuple[object, ...], Division] = {}
+        self._layouts: dict[tuple[object, ...], RowLayout] = {}
 
     def share(self, n: int) -> Rows:
         """Return the even division of n rows; the first ranks have one more where it is uneven."""
@@ -81,7 +81,7 @@ class Layouts:
             self._rows[counts] = Rows(counts, self._rank)
         return self._rows[counts]
 
-    def of(self, local: torch.Tensor, at: int, rows: Rows) -> Division:
+    def of(self, local: torch.Tensor, at: int, rows: Rows) -> RowLayout:
         """Return the layout of a tensor.
 
         Args:
@@ -96,7 +96,7 @@ class Layouts:
                 self._layouts.clear()
             shape = list(local.shape)
             shape[at] = rows.total
-            layout = Division(tuple(shape), _strides(local, shape), local.dtype, at, rows)
+            layout = RowLayout(tuple(shape), _strides(local, shape), local.dtype, at, rows)
             self._layouts[key] = layout
         return layout
 

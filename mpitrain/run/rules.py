@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from mpitrain.run.layouts import Division, Rows
+from mpitrain.run.layouts import RowLayout, Rows
 
 aten = torch.ops.aten
 LOCAL, AS_IS = "local", None  # parts of arguments; others are `RowsPart` and `Constant`
@@ -126,7 +126,7 @@ def need(condition: bool) -> None:
         raise NoRule
 
 
-def layout_of(x: Any) -> Division | None:
+def layout_of(x: Any) -> RowLayout | None:
     """Return the layout of a tensor that is divided by rows, or None."""
     return getattr(x, "division", None) if isinstance(x, torch.Tensor) and type(x) is not torch.Tensor else None
 
@@ -414,7 +414,7 @@ def _along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operatio
     """Plan an operation along dimensions: on the rows if the batch is none of them, else a sum or a mean over ranks."""
     name, values = func._schema.name.removeprefix("aten::"), names_of(func, args, kwargs)
     lead = lead_of(tree_flatten(args)[0])
-    layout: Division = lead.division
+    layout: RowLayout = lead.division
     n = len(values["input_sizes"]) if "input_sizes" in values else lead.dim() + (name == "stack")
     default = -1 if name in ("topk", "sort") else 0 if name in ("cat", "stack") else None
     dim = values.get("dim", values.get("dims", default))
@@ -441,7 +441,7 @@ def _along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operatio
     return OperationPlan(total, [LOCAL] + [AS_IS] * (len(args) - 1), {}, [SUMMAND])
 
 
-def _along_part(x: Any, lead: Any, layout: Division) -> Any:
+def _along_part(x: Any, lead: Any, layout: RowLayout) -> Any:
     if isinstance(x, (list, tuple)) and any(isinstance(y, torch.Tensor) for y in x):
         return [_along_part(y, lead, layout) for y in x]
     if not isinstance(x, torch.Tensor):
@@ -478,7 +478,7 @@ def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operatio
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationPlan:
     """Plan another shape, if each rank's rows stay together in it."""
     x, shape = args[0], list(args[1])
-    layout: Division = x.division
+    layout: RowLayout = x.division
     rows = layout.rows
     rest = [AS_IS] * (len(args) - 2)
     if func is aten.expand.default:
@@ -513,7 +513,7 @@ def _reshape(x: torch.Tensor, shape: list[int], *_: Any) -> torch.Tensor:
 def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationPlan:
     """Plan views that move, add or drop dimensions other than the rows."""
     x, name = args[0], func._schema.name.removeprefix("aten::")
-    layout: Division = x.division
+    layout: RowLayout = x.division
     values = names_of(func, args, kwargs)
     dim = values.get("dim", 0)
     if name in ("select", "slice", "split", "split_with_sizes", "unsafe_split", "unbind"):

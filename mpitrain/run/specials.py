@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpitrain.run.layouts import Rows
-from mpitrain.run.rules import REDUCTIONS, Division, aten, layout_of, names_of, need
+from mpitrain.run.rules import REDUCTIONS, RowLayout, aten, layout_of, names_of, need
 
 if TYPE_CHECKING:
     from mpitrain.run.session import ScriptRun
@@ -52,7 +52,7 @@ def _special(names: str) -> Callable[[Special], Special]:
 
 
 def _whole_like(x: Any) -> torch.Tensor:
-    layout: Division = x.division
+    layout: RowLayout = x.division
     return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=x.local.device)
 
 
@@ -70,7 +70,7 @@ def _draw_in_place(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs:
 @_special("rand_like randn_like randint_like")
 def _draw_like(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw for the whole batch, and return this rank's rows."""
-    layout: Division = args[0].division
+    layout: RowLayout = args[0].division
     whole = func(_whole_like(args[0]), *args[1:], **kwargs)
     return OnRows(layout.rows.cut(whole, layout.at).clone(), layout.at, layout.rows)
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from mpitrain.run.layouts import Division
+from mpitrain.run.layouts import RowLayout
 from mpitrain.run.rules import (
     AS_IS,
     GATHER,
@@ -127,12 +127,12 @@ class BatchTensor(WholeTensor):
         memory: BatchMemory that views of the batch share.
     """
 
-    division: Division
+    division: RowLayout
     memory: BatchMemory
     _copy: torch.Tensor | None
 
     def __new__(
-        cls, session: ScriptRun, local: torch.Tensor, layout: Division, memory: BatchMemory | None = None
+        cls, session: ScriptRun, local: torch.Tensor, layout: RowLayout, memory: BatchMemory | None = None
     ) -> BatchTensor:
         self = torch.Tensor._make_wrapper_subclass(
             cls, layout.shape, strides=layout.strides, dtype=layout.dtype, device=local.device
