@@ -53,7 +53,7 @@ class Goodput:
     def __init__(self) -> None:
         self.recomputed_steps = 0
         self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._steps = 0.0  # seconds of the steps whose data, waiting and computing are told apart
+        self._steps = 0.0  # seconds of the steps for which data, waiting and computing were measured separately
         self._training = 0.0  # seconds from each start event until the last sign of its job
         self._began: float | None = None  # beginning of the wall clock, in unix seconds
         self._last = 0.0  # last sign of the run, in unix seconds
