@@ -116,6 +116,7 @@ class Store:
         Raises:
             InputError: A folder cannot be used, or another job has locked it.
         """
+        self.finish()  # older checkpoints that its last save still removes look like leftovers
 
         def make() -> None:
             what = f"checkpoint folder {self.root}"
