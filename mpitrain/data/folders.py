@@ -238,6 +238,11 @@ def stage(source: Path, stage: Path) -> None:
         InputError: There is not enough space, the folder is not writable, or shards are damaged.
     """
     manifest = read_manifest(source)
+    if manifest.in_place:
+        raise InputError(
+            f"data.stage copies shards, but data set {source} reads files where they lie; leave data.stage empty, or "
+            "prepare the data set without --in-place"
+        )
     target, fill, is_usable = (
         staged_folder(source, stage),
         partial(_copy, source, manifest),
