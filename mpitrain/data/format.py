@@ -275,7 +275,7 @@ class PlacedFile(_Part):
         path: Absolute path.
         store: "hdf5", or "zarr" for a folder.
         rows: Number of rows.
-        bytes: Size in bytes of an HDF5 file; for a Zarr store, the size of the metadata of its arrays.
+        bytes: Size in bytes of an HDF5 file; 0 for a Zarr store.
     """
 
     path: StrictStr

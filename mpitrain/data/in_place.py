@@ -6,9 +6,11 @@
     file a.nc      | header | chunk 0 | chunk 1 | attributes | chunk 2 | ...      found by offsets, never by HDF5
 
 Chunks of HDF5 files are read at the offsets of the index and decoded here: no thread waits for the lock of the HDF5
-library, and nothing but the chunk's bytes, whose hash is checked before they are decoded, can affect what is read. For
-a contiguous array, the index divides its rows into chunks of about 64 KiB. For Zarr, whose library decodes the chunks,
-the hash is that of the decoded rows. A chunk is checked when it is first read.
+library, and nothing but the chunk's bytes can affect what is read. For a contiguous array, the index divides its rows
+into chunks of about 64 KiB. In a Zarr store, a chunk or shard is a file, which Zarr's library decodes.
+
+A chunk is checked when it is first read, before it is decoded: damaged bytes could crash a decoder. The hashes of a
+Zarr store include the metadata of its arrays.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import numpy.typing as npt
 from mpitrain.data.conversion import parts_of
 from mpitrain.data.format import INDEX, LARGEST_CHUNK, DatasetManifest, InPlaceSpec, PlacedArray
 from mpitrain.data.sources.grids import pieces
-from mpitrain.data.sources.variables import list_variables, open_variable, reading
+from mpitrain.data.sources.variables import ZarrChunks, list_variables, open_variable, reading
 from mpitrain.data.split_rows import count, rows_of
 from mpitrain.errors import InputError, printable
 from mpitrain.storage import hdf5
@@ -55,6 +57,7 @@ class PlacedArrays:
         self._firsts = list(accumulate((array.chunks for array in spec.arrays), initial=0))
         self._numbers = {(array.file, array.name): number for number, array in enumerate(spec.arrays)}
         self._trusted = bytearray((0 if check else 1).to_bytes(1, "little") * len(index))
+        self._stores = {number for number, file in enumerate(spec.files) if file.store == "zarr"}
         self._open: OrderedDict[Any, Any] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -77,7 +80,10 @@ class PlacedArrays:
         for block in range(first // step, (stop - 1) // step + 1):
             low, high = max(first, block * step), min(stop, (block + 1) * step)
             into = out[low - first : high - first]
-            if not self._read_trusted(number, block, low, into):
+            if array.file in self._stores:
+                self._require_whole(number, block)
+                into[...] = self._zarr_rows(array, low, high)
+            elif not self._read_trusted(number, block, low, into):
                 rows = self.block(number, block)
                 into[...] = rows[low - block * step : high - block * step]
         return out
@@ -92,19 +98,16 @@ class PlacedArrays:
         array = self._spec.arrays[number]
         dtype, step = np.dtype(array.dtype), array.chunk[0]
         rows = min(step, array.shape[0] - block * step)
-        across = math.prod(array.grid[1:])
-        first = self._firsts[number] + block * across
-        if self._spec.files[array.file].store == "zarr":
-            values = self._zarr_rows(array, block * step, block * step + rows)
-            self._check(first, array, block, values)
-            return values
+        if array.file in self._stores:
+            self._require_whole(number, block)
+            return self._zarr_rows(array, block * step, block * step + rows)
         if array.filters is None:
-            stored = self._stored(array, first, block)
-            return np.frombuffer(stored, dtype).reshape(rows, *array.shape[1:])
+            ((entry, corner),) = self._entries(number, block)
+            return np.frombuffer(self._stored(array, entry, corner), dtype).reshape(rows, *array.shape[1:])
         out = np.empty((rows, *array.shape[1:]), dtype)
-        for place, corner in enumerate(product(*(range(n) for n in array.grid[1:]))):
-            chunk = self._decode(array, self._stored(array, first + place, block), block)
-            begins = [index * length for index, length in zip(corner, array.chunk[1:], strict=True)]
+        for entry, corner in self._entries(number, block):
+            chunk = self._decode(array, self._stored(array, entry, corner), block)
+            begins = [index * length for index, length in zip(corner[1:], array.chunk[1:], strict=True)]
             ends = [min(b + n, size) for b, n, size in zip(begins, array.chunk[1:], array.shape[1:], strict=True)]
             where = (slice(None), *map(slice, begins, ends))
             into = out[where]
@@ -112,15 +115,14 @@ class PlacedArrays:
         return out
 
     def hashes(self, number: int, block: int) -> list[int]:
-        """Return the CRC-32 of each chunk of a block, for a new index."""
+        """Return the CRC-32 of each chunk of a block, for a new index.
+
+        Args:
+            number: Number of the array.
+            block: Number of the chunks along the axis of rows.
+        """
         array = self._spec.arrays[number]
-        across = math.prod(array.grid[1:])
-        first = self._firsts[number] + block * across
-        if self._spec.files[array.file].store == "zarr":
-            step = array.chunk[0]
-            rows = self._zarr_rows(array, block * step, min(array.shape[0], (block + 1) * step))
-            return [hdf5.crc32(hdf5.bytes_of_array(rows))]
-        return [hdf5.crc32(self._stored(array, first + place, block)) for place in range(across)]
+        return [self._crc32(array, self._stored(array, *place)) for place in self._entries(number, block)]
 
     def close(self) -> None:
         """Close the files. A later read opens them again."""
@@ -131,28 +133,53 @@ class PlacedArrays:
         """Read rows of a contiguous array without the rest of their chunk, if that was checked before."""
         array = self._spec.arrays[number]
         entry = self._firsts[number] + block
-        if array.filters is not None or self._spec.files[array.file].store == "zarr" or not self._trusted[entry]:
+        if array.filters is not None or not self._trusted[entry]:
             return False
         row_bytes = np.dtype(array.dtype).itemsize * math.prod(array.shape[1:])
         offset = int(self.index["offset"][entry]) + (first - block * array.chunk[0]) * row_bytes
         self._pread(array, block, offset, hdf5.bytes_of_array(into))
         return True
 
-    def _stored(self, array: PlacedArray, entry: int, block: int) -> memoryview:
-        """Return the bytes of a chunk of an HDF5 file, after a check of their hash."""
-        size = int(self.index["bytes"][entry])
+    def _entries(self, number: int, block: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield the entry in the index, and the place in the grid, of each chunk of a block."""
+        grid = self._spec.arrays[number].grid
+        first = self._firsts[number] + block * math.prod(grid[1:])
+        for place, corner in enumerate(product(*map(range, grid[1:]))):
+            yield first + place, (block, *corner)
+
+    def _require_whole(self, number: int, block: int) -> None:
+        """Check the files of a block of a Zarr array, except those that were checked before."""
+        for entry, corner in self._entries(number, block):
+            if not self._trusted[entry]:
+                self._stored(self._spec.arrays[number], entry, corner)
+
+    def _stored(self, array: PlacedArray, entry: int, corner: tuple[int, ...]) -> memoryview:
+        """Return the bytes of a chunk, after a check of their hash."""
+        size, block = int(self.index["bytes"][entry]), corner[0]
         if not 0 <= size <= 2 * LARGEST_CHUNK:
             raise self._error(array, block, "has an impossible size in the index")
-        data = memoryview(bytearray(size))
-        self._pread(array, block, int(self.index["offset"][entry]), data)
-        self._check(entry, array, block, np.frombuffer(data, np.uint8))
-        return data
-
-    def _check(self, entry: int, array: PlacedArray, block: int, values: npt.NDArray[Any]) -> None:
+        if array.file in self._stores:
+            data = self._read_file(array, corner)
+        else:
+            data = memoryview(bytearray(size))
+            self._pread(array, block, int(self.index["offset"][entry]), data)
         if not self._trusted[entry]:
-            if hdf5.crc32(hdf5.bytes_of_array(values)) != self.index["crc32"][entry]:
+            if len(data) != size or self._crc32(array, data) != self.index["crc32"][entry]:
                 raise self._error(array, block, "was changed or damaged after it was indexed")
             self._trusted[entry] = 1
+        return data
+
+    def _crc32(self, array: PlacedArray, data: memoryview) -> int:
+        return hdf5.crc32(data, self._zarr(array)[1].crc32 if array.file in self._stores else 0)
+
+    def _read_file(self, array: PlacedArray, corner: tuple[int, ...]) -> memoryview:
+        """Return the content of the file of a chunk of a Zarr store; none if the chunk was never written."""
+        try:
+            return memoryview(read_plain(self._zarr(array)[1].path(corner), 2 * LARGEST_CHUNK))
+        except FileNotFoundError:
+            return memoryview(b"")
+        except OSError as error:
+            raise self._error(array, corner[0], f"cannot be read ({error.strerror})") from error
 
     def _decode(self, array: PlacedArray, stored: memoryview, block: int) -> npt.NDArray[Any]:
         dtype, data = np.dtype(array.dtype), bytes(stored)
@@ -172,18 +199,28 @@ class PlacedArrays:
         return np.frombuffer(data, dtype).reshape(array.chunk)
 
     def _zarr_rows(self, array: PlacedArray, first: int, stop: int) -> npt.NDArray[Any]:
-        path = Path(self._spec.files[array.file].path)
-        variable = self._opened((array.file, array.name), lambda: self._open_zarr(array, path))
-        with reading(path):
-            return np.ascontiguousarray(variable[first:stop])
+        with reading(Path(self._spec.files[array.file].path)):
+            rows = np.ascontiguousarray(self._zarr(array)[0][first:stop])
+        if rows.shape != (stop - first, *array.shape[1:]) or rows.dtype.str != array.dtype:
+            raise self._error(array, first // array.chunk[0], "was changed after it was indexed")
+        return rows
 
-    def _open_zarr(self, array: PlacedArray, path: Path) -> Any:
+    def _zarr(self, array: PlacedArray) -> tuple[Any, ZarrChunks]:
+        """Return a Zarr array and the files of its chunks."""
+        return self._opened((array.file, array.name), lambda: self._open_zarr(array))
+
+    def _open_zarr(self, array: PlacedArray) -> tuple[Any, ZarrChunks]:
+        path = Path(self._spec.files[array.file].path)
         if not path.is_dir():
             raise InputError(f"{self._label}: the Zarr store {path} does not exist; restore it, or prepare again")
         variable = list_variables(path).get(array.name)  # also checks its codecs
-        if variable is None or (variable.shape, variable.dtype.str) != (array.shape, array.dtype):
+        if variable is None or variable.problem or (variable.shape, variable.dtype.str) != (array.shape, array.dtype):
             raise self._error(array, 0, "was changed after it was indexed")
-        return open_variable(variable)
+        with reading(path):
+            chunks = ZarrChunks(path / array.name)
+        if chunks.shape != array.chunk:
+            raise self._error(array, 0, "was changed after it was indexed")
+        return open_variable(path, array.name), chunks
 
     def _pread(self, array: PlacedArray, block: int, offset: int, into: memoryview) -> None:
         file = self._opened(array.file, lambda: self._open_hdf5(array.file))
@@ -289,6 +326,10 @@ class PlacedReader:
 
 def read_index(folder: Path, spec: InPlaceSpec) -> Index:
     """Return the index of a data set in place.
+
+    Args:
+        folder: Folder of the data set.
+        spec: Files and arrays.
 
     Raises:
         InputError: It is missing, or damaged.

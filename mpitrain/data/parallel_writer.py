@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,8 +23,8 @@ import numpy.typing as npt
 from mpitrain.data.conversion import in_units, parts_of
 from mpitrain.data.folders import make_dataset, os_errors
 from mpitrain.data.format import (
-    EXTENT_BYTES,
     INDEX,
+    LARGEST_CHUNK,
     TRAIN,
     InPlaceSpec,
     PlacedArray,
@@ -36,8 +35,8 @@ from mpitrain.data.format import (
 from mpitrain.data.in_place import ENTRY, Index, PlacedArrays
 from mpitrain.data.shards import ShardWriter
 from mpitrain.data.sources import Columns, finite
-from mpitrain.data.sources.grids import GridSource, with_statistics
-from mpitrain.data.sources.variables import Variable, open_variable, reading
+from mpitrain.data.sources.grids import Grid, GridSource, with_statistics
+from mpitrain.data.sources.variables import COPY
 from mpitrain.data.split_rows import count
 from mpitrain.data.writer import Tally, check_splits, finish_manifest
 from mpitrain.errors import InputError, MpitrainError
@@ -45,14 +44,11 @@ from mpitrain.storage import hdf5
 from mpitrain.storage.disk import write_durably
 
 if TYPE_CHECKING:
-    import h5py
-
     from mpitrain.comm import Communicator
 
 _UNIT_BYTES = 64 << 20  # of an array to hash, or of samples to survey
 _SMALL_CHUNK, _FEW_ROWS = 256 << 10, 16  # bytes or rows up to which a chunk may be read for one sample
 _DTYPES = re.compile(r"[<>][iuf][248]|\|[iub]1")
-_FILTERS = {1: "deflate", 2: "shuffle", 3: "fletcher32"}
 T = TypeVar("T")
 _Moments = tuple[int, float, float]  # count, mean, and sum of squared differences from it
 
@@ -285,7 +281,7 @@ def _write_index(
     folder: Path, source: GridSource, names: Sequence[str], held_out: float, world: Communicator | None
 ) -> None:
     grid = source.grid
-    places = _share(world, range(len(grid.files)), lambda file: _describe_file(file, grid.files[file], grid.axis))
+    places = _share(world, range(len(grid.files)), lambda file: _describe_file(file, grid))
     files = tuple(PlacedFile(**place["file"], rows=n) for place, n in zip(places, grid.rows, strict=True))
     arrays = tuple(PlacedArray(**array) for place in places for array in place["arrays"])
     chunks = [entry for place in places for entry in place["chunks"]]
@@ -330,90 +326,35 @@ def _compare(placed: PlacedArrays, source: GridSource, world: Communicator | Non
 
     def compare(file: int) -> None:
         for name, variable in source.grid.files[file].items():
-            array = open_variable(variable)
             for row in {0, variable.shape[0] - 1}:
-                with reading(variable.path):
-                    expected = np.asarray(array[row])
-                if not np.array_equal(expected, placed.read(file, name, row, row + 1)[0], equal_nan=True):
-                    raise InputError(f"{variable.label} is stored in an unusual way; {_COPY}")
+                expected = source.grid.reader.rows(variable, 0, row, row + 1)
+                if not np.array_equal(expected, placed.read(file, name, row, row + 1), equal_nan=True):
+                    raise InputError(f"{variable.label} is stored in an unusual way; {COPY}")
 
     _share(world, range(len(source.grid.files)), compare)
 
 
-_COPY = "prepare it without --in-place, which makes a copy"
-
-
-def _describe_file(number: int, variables: dict[str, Variable], axis: dict[str, int]) -> dict[str, Any]:
+def _describe_file(number: int, grid: Grid) -> dict[str, Any]:
     """Return the entries of a file and of its arrays, and (offset, bytes) of all their chunks."""
-    arrays, chunks = [], list[tuple[int, int]]()
-    path = next(iter(variables.values())).path
-    for name, variable in variables.items():
-        if axis[name]:
-            raise InputError(f"{variable.label} does not have the axis of samples first; {_COPY}")
+    arrays, places = [], list[list[int]]()
+    path = next(iter(grid.files[number].values())).path
+    for name, variable in grid.files[number].items():
+        if grid.axis[name]:
+            raise InputError(f"{variable.label} does not have the axis of samples first; {COPY}")
         if not _DTYPES.fullmatch(variable.dtype.str):
-            raise InputError(f"{variable.label} has the dtype {variable.dtype}; {_COPY}")
+            raise InputError(f"{variable.label} has the dtype {variable.dtype}; {COPY}")
         row_bytes = variable.dtype.itemsize * math.prod(variable.shape[1:])
-        step = variable.chunk[0] if variable.chunk else max(1, EXTENT_BYTES // max(1, row_bytes))
-        if variable.chunk and step > _FEW_ROWS and step * row_bytes > _SMALL_CHUNK:
+        step = variable.chunk[0] if variable.chunk else 1
+        if step > _FEW_ROWS and step * row_bytes > _SMALL_CHUNK:
             raise InputError(
-                f"{variable.label} has chunks of {step} samples, all of which must be decoded to read one; {_COPY}"
+                f"{variable.label} has chunks of {step} samples, all of which must be decoded to read one; {COPY}"
             )
-        whole_rows = (step, *(max(1, length) for length in variable.shape[1:]))
-        filters = None
-        if path.is_dir():
-            chunk = whole_rows
-            here = [
-                (0, min(step, variable.shape[0] - begin) * row_bytes) for begin in range(0, variable.shape[0], step)
-            ]
-        else:
-            with reading(path):
-                dataset = open_variable(variable)
-                if variable.chunk:
-                    chunk, filters = variable.chunk, _filters(dataset, variable)
-                    here = _chunks(dataset, variable)
-                else:
-                    chunk, begin = whole_rows, dataset.id.get_offset()
-                    if begin is None:
-                        raise InputError(f"{variable.label} is not stored as contiguous numbers; {_COPY}")
-                    here = [
-                        (begin + row * row_bytes, min(step, variable.shape[0] - row) * row_bytes)
-                        for row in range(0, variable.shape[0], step)
-                    ]
-        chunks += here
-        entry = {"file": number, "name": name, "dtype": variable.dtype.str, "shape": variable.shape, "chunk": chunk}
-        arrays.append(entry | {"filters": filters, "chunks": len(here)})
+        layout = grid.reader.layout(variable)
+        if math.prod(layout.chunk) * variable.dtype.itemsize > LARGEST_CHUNK:
+            raise InputError(f"{variable.label} has chunks or shards larger than 1 GiB; {COPY}")
+        places += layout.places.tolist()
+        entry = {"file": number, "name": name, "dtype": variable.dtype.str, "shape": variable.shape}
+        arrays.append(entry | {"chunk": layout.chunk, "filters": layout.filters, "chunks": len(layout.places)})
     store, size = ("zarr", 0) if path.is_dir() else ("hdf5", path.stat().st_size)
     file = {"path": str(path.resolve()), "store": store, "bytes": size}
-    return {"file": file, "arrays": arrays, "chunks": chunks}
-
-
-def _filters(dataset: h5py.Dataset, variable: Variable) -> list[str]:
-    plist = dataset.id.get_create_plist()
-    codes = [plist.get_filter(number)[0] for number in range(plist.get_nfilters())]
-    for code in codes:
-        if code not in _FILTERS:
-            raise InputError(
-                f"{variable.label} has the HDF5 filter {code}, not deflate, shuffle or fletcher32; {_COPY}"
-            )
-    return [_FILTERS[code] for code in codes]
-
-
-def _chunks(dataset: h5py.Dataset, variable: Variable) -> list[tuple[int, int]]:
-    """Return offset and bytes of each chunk, in the order of their places."""
-    assert variable.chunk is not None
-    places: dict[tuple[int, ...], tuple[int, int]] = {}
-    skipped = 0
-
-    def note(info: Any) -> None:
-        nonlocal skipped
-        places[tuple(info.chunk_offset)] = (int(info.byte_offset), int(info.size))
-        skipped |= int(info.filter_mask)
-
-    dataset.id.chunk_iter(note)
-    corners = product(*(range(0, n, step) for n, step in zip(variable.shape, variable.chunk, strict=True)))
-    if skipped:
-        raise InputError(f"{variable.label} has chunks to which its filters were not applied; {_COPY}")
-    try:
-        return [places[corner] for corner in corners]
-    except KeyError:
-        raise InputError(f"{variable.label} has chunks that were never written; {_COPY}") from None
+    return {"file": file, "arrays": arrays, "chunks": places}

@@ -30,8 +30,8 @@ def count(split: SplitRows) -> int:
         return rows
     interval = rows * p // q
     begin, place = _intervals(np.array([interval], np.int64), p, q)
-    held = interval + int(begin[0] + place[0] < rows)
-    return held if split.held_out else rows - held
+    others = interval + int(begin[0] + place[0] < rows)
+    return others if split.held_out else rows - others
 
 
 def rows_of(split: SplitRows, samples: Rows) -> Rows:
@@ -64,8 +64,8 @@ def sample_mask(split: SplitRows, first: int, stop: int) -> npt.NDArray[np.bool_
         first: First row of the range, within those of the split.
         stop: Row after the last one.
     """
-    held = held_out_mask(first - split.first, stop - first, Fraction(*split.fraction))
-    return held if split.held_out else ~held
+    mask = held_out_mask(first - split.first, stop - first, Fraction(*split.fraction))
+    return mask if split.held_out else ~mask
 
 
 def divide_rows(rows: int, test: int, held_out: float, ahead: int) -> dict[str, SplitRows]:

@@ -273,22 +273,22 @@ def open_factory(config: Config, split: str) -> UserDataset | None:
             _seed_generators(
                 sample_seed(config.run.seed, 0, 0)
             )  # a random division into splits is the same on all ranks
-            made = find("data.factory", path)(split, **options)
+            result = find("data.factory", path)(split, **options)
     except InputError:
         raise
     except (Exception, SystemExit) as error:
         raise InputError(f"{label} raised {describe_error(error)}; fix it or data.options") from error
-    if made is None and split == HELD_OUT:
+    if result is None and split == HELD_OUT:
         return None
-    dataset, collate = made if isinstance(made, tuple) and len(made) == 2 else (made, default_collate)
+    dataset, collate = result if isinstance(result, tuple) and len(result) == 2 else (result, default_collate)
     if isinstance(dataset, DataLoader):
         collate, dataset = dataset.collate_fn, dataset.dataset
     if not isinstance(dataset, IterableDataset) and not (
         hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     ):
         raise InputError(
-            f"{label} returned {type(made).__name__} for {split!r}; return a torch Dataset or IterableDataset, a pair "
-            "(data set, collate function), or a DataLoader"
+            f"{label} returned {type(result).__name__} for {split!r}; return a torch Dataset or IterableDataset, a "
+            "pair (data set, collate function), or a DataLoader"
         )
     return UserDataset(f"{label}, {split}", dataset, collate, split, config.run.seed, options)
 
@@ -334,6 +334,8 @@ class UserAugment:
                 except (Exception, SystemExit) as error:
                     raise InputError(f"data.augment {path} raised {describe_error(error)}; fix it") from error
                 if after != before:
-                    raise InputError(f"data.augment {path} made {after} of {before}; return x and y in their old form")
+                    raise InputError(
+                        f"data.augment {path} result {after} of {before}; return x and y in their old form"
+                    )
             changed.append((x, y))
         return torch.stack([x for x, _ in changed]), torch.stack([y for _, y in changed])

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -28,13 +27,12 @@ from mpitrain.data.conversion import parts_of
 from mpitrain.data.format import FieldSpec, SplitRows, VariableSpec, read_manifest
 from mpitrain.data.sources import GATHER_BYTES, Columns, PrepareOptions, Source
 from mpitrain.data.sources.arrays import Array, make_field
-from mpitrain.data.sources.examination import require_readable
-from mpitrain.data.sources.variables import Variable, list_variables, open_variable, read_rows, reading
+from mpitrain.data.sources.file_reader import FileReader
+from mpitrain.data.sources.variables import Variable
 from mpitrain.data.split_rows import divide_rows, rows_of, sample_mask
 from mpitrain.errors import InputError, printable
 
 _OWN_TEST = re.compile(r"(val|valid|validation|test|held_out)([-_.\d]|$)", re.IGNORECASE)
-_OPEN = 32  # variables kept open
 _SHOWN = 12  # variables in a message
 _MISSING = ("mean", "zero")
 
@@ -52,6 +50,7 @@ class Grid:
         ahead: Rows by which y lies after x.
         axis: Axis of the rows of each variable, by name.
         options: Options of the input.
+        reader: Reader of the files.
     """
 
     fields: tuple[FieldSpec, FieldSpec]
@@ -62,7 +61,7 @@ class Grid:
     ahead: int
     axis: dict[str, int]
     options: PrepareOptions
-    _open: OrderedDict[tuple[int, str], Any] = field(default_factory=OrderedDict, compare=False)
+    reader: FileReader
 
     def splits(self, held_out: float) -> dict[str, SplitRows]:
         """Return the rows of each split.
@@ -107,7 +106,7 @@ class Grid:
         for variable, part in parts_of(self.variables, spec, out):
             for file, low, high in pieces(self.rows, first, stop):
                 base = self._bases[file]
-                values = self._read(file, variable.name, low, high)
+                values = self.reader.rows(self.files[file][variable.name], self.axis[variable.name], low, high)
                 into = part[low + base - first : high + base - first]
                 into[...] = values.reshape(into.shape)
         return out
@@ -116,18 +115,13 @@ class Grid:
     def _bases(self) -> list[int]:
         return list(accumulate(self.rows, initial=0))
 
-    def _read(self, file: int, name: str, first: int, stop: int) -> npt.NDArray[Any]:
-        key = (file, name)
-        if key not in self._open:
-            self._open[key] = open_variable(self.files[file][name])
-            if len(self._open) > _OPEN:
-                self._open.popitem(last=False)
-        self._open.move_to_end(key)
-        with reading(self.files[file][name].path):
-            return read_rows(self._open[key], self.axis[name], first, stop)
-
     def label(self, name: str, row: int) -> str:
-        """Return the name of a variable and row in messages."""
+        """Return the name of a variable and row in messages.
+
+        Args:
+            name: Name of the variable.
+            row: Row, counted over all files.
+        """
         file = bisect_right(self._bases, row) - 1
         return f"{self.files[file][name].label}, row {row - self._bases[file]}"
 
@@ -174,9 +168,8 @@ def grid_source(files: Sequence[Path], options: PrepareOptions) -> GridSource:
     test = [path for path in files if _OWN_TEST.match(path.name)]
     test = test if len(test) < len(files) else []
     ordered = [*(path for path in files if path not in test), *test]
-    if hdf5 := [path for path in ordered if not path.is_dir()]:
-        require_readable(hdf5)
-    listed = [list_variables(path) for path in ordered]
+    reader = FileReader()
+    listed = [reader.variables(path) for path in ordered]
     x, y = _choose(listed[0], ordered[0], options)
     names = list(dict.fromkeys((*x, *y)))
     axis = {name: _axis(listed[0][name], options.samples) for name in names}
@@ -190,8 +183,8 @@ def grid_source(files: Sequence[Path], options: PrepareOptions) -> GridSource:
     )
     test_rows = sum(rows[len(ordered) - len(test) :]) if test else 0
     ahead = options.ahead or 0
-    grid = Grid(fields, (*specs[0], *specs[1]), chosen, rows, test_rows, ahead, axis, options)
-    notes = _time_notes(listed, axis, names, rows) if ahead else ()
+    grid = Grid(fields, (*specs[0], *specs[1]), chosen, rows, test_rows, ahead, axis, options, reader)
+    notes = _time_notes(reader, listed, axis, names, rows) if ahead else ()
     return GridSource("arrays", fields, lambda held_out: iter(()), len(files), notes=notes, grid=grid)
 
 
@@ -210,6 +203,10 @@ def _choose(there: dict[str, Variable], path: Path, options: PrepareOptions) -> 
             if len(matches) != 1:
                 problem = "is ambiguous" if matches else "does not exist"
                 raise InputError(f"source {path}: --{flag} {name} {problem}; its variables are {listed}")
+            if problem := there[matches[0]].problem:
+                raise InputError(
+                    f"{there[matches[0]].label} cannot be read: {problem}; write it anew, or choose others"
+                )
             chosen += matches
         return chosen
 
@@ -310,8 +307,8 @@ def _field(
     is_class = field_name == "y" and dtype.kind in "iub"
     changes = packed or ((options.scale is not None or options.missing is not None) and not is_class)
     kinds = {each.given for each in whole}
-    given = kinds.pop() if len(kinds) == 1 and not changes else "float"
-    return FieldSpec(name=field_name, dtype=dtype.name, shape=shape, given=given), tuple(specs)
+    form = kinds.pop() if len(kinds) == 1 and not changes else "float"
+    return FieldSpec(name=field_name, dtype=dtype.name, shape=shape, given=form), tuple(specs)
 
 
 def _channels(shapes: dict[str, tuple[int, ...]], variables: dict[str, Variable]) -> dict[str, int]:
@@ -329,7 +326,11 @@ def _channels(shapes: dict[str, tuple[int, ...]], variables: dict[str, Variable]
 
 
 def _time_notes(
-    listed: Sequence[dict[str, Variable]], axis: dict[str, int], names: Sequence[str], rows: Sequence[int]
+    reader: FileReader,
+    listed: Sequence[dict[str, Variable]],
+    axis: dict[str, int],
+    names: Sequence[str],
+    rows: Sequence[int],
 ) -> tuple[str, ...]:
     """Check the coordinates of the axis of pairs; return a note if they are unevenly spaced.
 
@@ -338,12 +339,12 @@ def _time_notes(
     """
     variable = listed[0][names[0]]
     coordinate = variable.dimensions[axis[names[0]]]
-    if not all(coordinate in there and there[coordinate].shape == (n,) for there, n in zip(listed, rows, strict=True)):
+    variables = [there.get(coordinate) for there in listed]
+    if not all(
+        v and v.shape == (n,) and v.dtype.kind in "iuf" and not v.problem for v, n in zip(variables, rows, strict=True)
+    ):
         return (f"{coordinate} has no coordinates, so the spacing of the pairs was not checked",)
-    times = []
-    for there in listed:
-        with reading(there[coordinate].path):
-            times.append(np.asarray(open_variable(there[coordinate])[...]).astype(np.float64))
+    times = [reader.rows(v, 0, 0, n).astype(np.float64) for v, n in zip(variables, rows, strict=True) if v]
     units = {str(there[coordinate].attributes.get("units", "")) for there in listed}
     joined = [np.concatenate(times)] if len(units) == 1 else times
     steps = np.concatenate([np.diff(each) for each in joined])

@@ -7,11 +7,13 @@ CF conventions say (section 8.1): number = stored * scale_factor + add_offset, a
 
 from __future__ import annotations
 
-import json
+import base64
 import math
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mpitrain.data.folders import os_errors, require_package
-from mpitrain.data.format import LARGEST_CHUNK
-from mpitrain.errors import InputError, refusing
-from mpitrain.storage.disk import read_plain
+from mpitrain.data.format import EXTENT_BYTES, LARGEST_CHUNK
+from mpitrain.errors import InputError, printable, refusing
+from mpitrain.storage.disk import from_json, read_plain
+from mpitrain.storage.hdf5 import crc32
 
 _HDF5 = (".h5", ".hdf5", ".hdf", ".he5", ".nc", ".nc4")
 _NETCDF = (".nc", ".nc4")
@@ -32,6 +35,8 @@ _DEEPEST = 16  # groups within groups
 _MOST_VARIABLES = 10_000
 _LARGEST_METADATA = 16 << 20  # bytes of the metadata of a Zarr array
 _NETCDF_FILL = 9.969209968386869e36  # of float and double, where a file names no other
+_ATTRIBUTES = ("units", "scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned")
+_FILTERS = {1: "deflate", 2: "shuffle", 3: "fletcher32"}
 _CODECS = frozenset((
     "bytes", "transpose", "sharding_indexed", "blosc", "gzip", "zlib", "zstd", "lz4", "bz2", "lzma", "crc32", "crc32c",
     "adler32", "fletcher32", "shuffle", "delta", "fixedscaleoffset", "quantize", "bitround", "packbits", "astype",
@@ -49,7 +54,8 @@ class Variable:
         shape: Shape.
         dtype: Stored dtype.
         chunk: Shape of a chunk; None if the variable is contiguous.
-        attributes: Attributes of the variable that are numbers or texts.
+        attributes: Units, packing and the mark of missing numbers, as the file says.
+        problem: Reason why the numbers cannot be read; "" if there is none.
     """
 
     path: Path
@@ -58,7 +64,8 @@ class Variable:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     chunk: tuple[int, ...] | None
-    attributes: dict[str, Any]
+    attributes: dict[str, str | float]
+    problem: str = ""
 
     @property
     def label(self) -> str:
@@ -83,6 +90,10 @@ class Variable:
 
     def number(self, attribute: str, default: float) -> float:
         """Return an attribute that is a finite number.
+
+        Args:
+            attribute: Name of the attribute.
+            default: Number if the variable does not have it.
 
         Raises:
             InputError: It is something else.
@@ -131,15 +142,69 @@ def list_variables(path: Path) -> dict[str, Variable]:
     return {variable.name: variable for variable in variables}
 
 
-def open_variable(variable: Variable) -> Any:
-    """Return an h5py.Dataset or zarr.Array, whose slices are the stored numbers."""
-    if variable.path.is_dir():
+def open_variable(path: Path, name: str) -> Any:
+    """Return an h5py.Dataset or zarr.Array, whose slices are the stored numbers.
+
+    Args:
+        path: File or Zarr store.
+        name: Name of the variable in it.
+    """
+    if path.is_dir():
         with require_package("Zarr stores need", "zarr", "zarr"):
             import zarr
-        with reading(variable.path):
-            return zarr.open_array(str(variable.path / variable.name), mode="r")
-    with reading(variable.path):
-        return h5py.File(variable.path, "r", locking=False)[variable.name]
+        with reading(path):
+            return zarr.open_array(str(path / name), mode="r")
+    with reading(path):
+        return h5py.File(path, "r", locking=False)[name]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Place of the chunks of a variable in its file.
+
+    Attributes:
+        chunk: Shape of a chunk. Rows of a contiguous variable are divided into chunks of about 64 KiB.
+        filters: Filters that HDF5 applied to each chunk; None for a contiguous variable, and for Zarr.
+        places: Offset and bytes of each chunk, int64 [n, 2], in the order of their places in the array. In a Zarr
+            store, each chunk is a file, which may be missing (0 bytes).
+    """
+
+    chunk: tuple[int, ...]
+    filters: tuple[str, ...] | None
+    places: npt.NDArray[np.int64]
+
+
+def layout_of(path: Path, name: str) -> Layout:
+    """Return the place of the chunks of a variable.
+
+    Args:
+        path: File or Zarr store.
+        name: Name of the variable in it.
+
+    Raises:
+        InputError: The chunks cannot be read without the library.
+    """
+    array = open_variable(path, name)
+    if path.is_dir():
+        with reading(path):
+            chunks = ZarrChunks(path / name)
+            sizes = [
+                file.stat().st_size if file.exists() else 0 for file in map(chunks.path, chunks.corners(array.shape))
+            ]
+        return Layout(chunks.shape, None, np.array([(0, size) for size in sizes], np.int64).reshape(-1, 2))
+    with reading(path):
+        if array.chunks is not None:
+            return Layout(array.chunks, _filters(array), _chunk_places(array))
+        row_bytes = array.dtype.itemsize * math.prod(array.shape[1:])
+        step, begin = max(1, EXTENT_BYTES // max(1, row_bytes)), array.id.get_offset()
+        if begin is None:
+            raise InputError(f"variable {name} of {path} is not stored as contiguous numbers; {COPY}")
+        rows = np.arange(0, array.shape[0], step, dtype=np.int64)
+        places = np.stack([begin + rows * row_bytes, np.minimum(step, array.shape[0] - rows) * row_bytes], 1)
+        return Layout((step, *(max(1, length) for length in array.shape[1:])), None, places)
+
+
+COPY = "prepare it without --in-place, which makes a copy"
 
 
 # -- HDF5
@@ -157,23 +222,68 @@ def _hdf5_variables(path: Path) -> Iterator[Variable]:
             elsewhere = plist.get_external_count() or dataset.is_virtual  # in other files, which may be anybody's
             if dataset.shape is None or elsewhere or _is_dimension_only(dataset):
                 continue
-            _require_written(name, dataset)
-            dimensions, attributes = _dimensions(name, dataset), _attributes(dataset)
-            yield Variable(path, name, dimensions, dataset.shape, dataset.dtype, dataset.chunks, attributes)
+            dimensions, attributes = _dimensions(name, dataset), _attributes(dataset.attrs)
+            problem = _storage_problem(dataset)
+            yield Variable(path, name, dimensions, dataset.shape, dataset.dtype, dataset.chunks, attributes, problem)
 
 
-def _require_written(name: str, dataset: h5py.Dataset) -> None:
-    """Raise ValueError for a shape that the file's content does not fill: it may claim terabytes."""
+def _storage_problem(dataset: h5py.Dataset) -> str:
+    """Return a problem if the file's content does not fill the shape, which may claim terabytes."""
     size, chunk = dataset.id.get_storage_size(), dataset.chunks
     if chunk is None:
         written = size >= math.prod(dataset.shape) * dataset.dtype.itemsize
     else:
         if math.prod(chunk) * dataset.dtype.itemsize > LARGEST_CHUNK:
-            raise ValueError(f"variable {name} has chunks of {chunk}")
+            return f"it has chunks of {chunk}"
         needed = math.prod(-(-length // step) for length, step in zip(dataset.shape, chunk, strict=True))
         written = size >= needed if needed > _MOST_COUNTED else dataset.id.get_num_chunks() == needed
-    if not written and len(dataset.shape) > 1:
-        raise ValueError(f"parts of variable {name} were never written")
+    return "" if written else "parts of it were never written"
+
+
+def _attributes(attributes: Any) -> dict[str, str | float]:
+    """Return the attributes that have a meaning here, from a mapping of any."""
+    values: dict[str, str | float] = {}
+    for key in _ATTRIBUTES:
+        if key in attributes:
+            value = attributes[key]
+            value = value.decode(errors="replace") if isinstance(value, bytes) else value
+            number = None if isinstance(value, str) else _number(value)
+            values[key] = str(value) if number is None else number
+    return values
+
+
+def _filters(dataset: h5py.Dataset) -> tuple[str, ...]:
+    plist = dataset.id.get_create_plist()
+    codes = [plist.get_filter(number)[0] for number in range(plist.get_nfilters())]
+    for code in codes:
+        if code not in _FILTERS:
+            raise InputError(
+                f"variable {dataset.name} of {dataset.file.filename} has the HDF5 filter {code}, not deflate, shuffle "
+                f"or fletcher32; {COPY}"
+            )
+    return tuple(_FILTERS[code] for code in codes)
+
+
+def _chunk_places(dataset: h5py.Dataset) -> npt.NDArray[np.int64]:
+    """Return offset and bytes of each chunk, int64 [n, 2], in the order of their places."""
+    places: dict[tuple[int, ...], tuple[int, int]] = {}
+    skipped = 0
+
+    def note(info: Any) -> None:
+        nonlocal skipped
+        places[tuple(info.chunk_offset)] = (int(info.byte_offset), int(info.size))
+        skipped |= int(info.filter_mask)
+
+    dataset.id.chunk_iter(note)
+    corners = product(*(range(0, n, step) for n, step in zip(dataset.shape, dataset.chunks, strict=True)))
+    problem = "to which its filters were not applied" if skipped else ""
+    try:
+        result = np.array([places[corner] for corner in corners], np.int64).reshape(-1, 2)
+    except KeyError:
+        problem = "that were never written"
+    if problem:
+        raise InputError(f"variable {dataset.name} of {dataset.file.filename} has chunks {problem}; {COPY}")
+    return result
 
 
 def _data_sets(group: h5py.Group, prefix: str, depth: int) -> Iterator[tuple[str, h5py.Dataset]]:
@@ -195,24 +305,13 @@ def _is_dimension_only(dataset: h5py.Dataset) -> bool:
 
 
 def _dimensions(name: str, dataset: h5py.Dataset) -> tuple[str, ...]:
-    own = name.rpartition("/")[2]
     if h5py.h5ds.is_scale(dataset.id) and len(dataset.shape) == 1:
-        return (own,)
+        return (name.rpartition("/")[2],)
     names = []
     for number, axis in enumerate(dataset.dims):
         scales = [axis[0].name] if len(axis) else []
         names.append(str(scales[0]).rpartition("/")[2] if scales and scales[0] else axis.label or f"axis {number}")
     return tuple(names)
-
-
-def _attributes(dataset: h5py.Dataset) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key in ("units", "scale_factor", "add_offset", "_FillValue", "missing_value"):
-        if key in dataset.attrs:
-            value = dataset.attrs[key]
-            value = value.decode(errors="replace") if isinstance(value, bytes) else value
-            values[key] = value if isinstance(value, (str, int, float)) else np.asarray(value).reshape(-1)[:1]
-    return values
 
 
 # -- Zarr
@@ -221,33 +320,86 @@ def _attributes(dataset: h5py.Dataset) -> dict[str, Any]:
 def _zarr_variables(path: Path) -> Iterator[Variable]:
     for folder in _array_folders(path, 0):
         name = folder.relative_to(path).as_posix()
+        try:
+            yield _zarr_variable(path, name)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:  # perhaps never chosen
+            reason = f"its metadata is damaged or unusual ({type(error).__name__}: {error})"
+            yield Variable(path, name, (), (), np.dtype("V1"), None, {}, printable(reason, 300))
+
+
+def _zarr_variable(path: Path, name: str) -> Variable:
+    meta = metadata_file(path / name)
+    content = from_json(read_plain(meta, _LARGEST_METADATA))
+    if meta.name == ".zarray":
+        extra = path / name / ".zattrs"
+        attributes = from_json(read_plain(extra, _LARGEST_METADATA)) if extra.is_file() else {}
+        dtype, chunk, dimensions = (
+            np.dtype(str(content["dtype"])),
+            content["chunks"],
+            attributes.get("_ARRAY_DIMENSIONS"),
+        )
+        codecs = [content.get("compressor"), *(content.get("filters") or ())]
+        if dimensions and content.get("fill_value") is not None:  # xarray keeps the mark of missing values here
+            attributes.setdefault("_FillValue", content["fill_value"])
+    else:
+        attributes, codecs, dimensions = (
+            content.get("attributes") or {},
+            content["codecs"],
+            content.get("dimension_names"),
+        )
+        dtype, chunk = np.dtype(str(content["data_type"])), content["chunk_grid"]["configuration"]["chunk_shape"]
+        for codec in codecs:
+            chunk = (codec.get("configuration") or {}).get("chunk_shape", chunk)  # of a shard's inner chunks
+        mark = attributes.get("_FillValue")
+        if isinstance(mark, str) and dtype.kind == "f":  # xarray writes the bytes of a double, in base 64
+            attributes["_FillValue"] = struct.unpack("<d", base64.b64decode(mark))[0]
+    _require_plain_codecs(codecs)
+    shape, chunk = tuple(content["shape"]), tuple(chunk)
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, *chunk)) or len(shape) != len(chunk):
+        raise ValueError(f"shape {shape} in chunks of {chunk}")
+    if 0 in chunk or math.prod(chunk) * dtype.itemsize > LARGEST_CHUNK:
+        raise ValueError(f"chunks of {chunk}")
+    dims = tuple(str(n) for n in dimensions or [f"axis {i}" for i in range(len(shape))])
+    if len(dims) != len(shape):
+        raise ValueError(f"{len(dims)} names for {len(shape)} axes")
+    return Variable(path, name, dims, shape, dtype, chunk, _attributes(attributes))
+
+
+class ZarrChunks:
+    """Files of the chunks of a Zarr array; a shard of several chunks is one file.
+
+    Args:
+        folder: Folder of the array.
+
+    Attributes:
+        shape: Shape of what a file contains.
+        crc32: CRC-32 of the metadata, on which the meaning of the files depends.
+    """
+
+    def __init__(self, folder: Path) -> None:
         meta = metadata_file(folder)
-        content = json.loads(read_plain(meta, _LARGEST_METADATA))
-        is_old = meta.name == ".zarray"
-        if is_old:
-            extra = folder / ".zattrs"
-            attributes = json.loads(read_plain(extra, _LARGEST_METADATA)) if extra.is_file() else {}
-            dtype, chunk = np.dtype(str(content["dtype"])), content["chunks"]
-            dimensions = attributes.get("_ARRAY_DIMENSIONS")
-            codecs = [content.get("compressor"), *(content.get("filters") or ())]
-            if dimensions and content.get("fill_value") is not None:  # xarray keeps the mark of missing values here
-                attributes.setdefault("_FillValue", content["fill_value"])
+        data = read_plain(meta, _LARGEST_METADATA)
+        content = from_json(data)
+        if meta.name == ".zarray":
+            chunk, prefix, separator = content["chunks"], "", content.get("dimension_separator") or "."
         else:
-            attributes, codecs = content.get("attributes") or {}, content["codecs"]
-            dtype, chunk = np.dtype(str(content["data_type"])), content["chunk_grid"]["configuration"]["chunk_shape"]
-            dimensions = content.get("dimension_names")
-            for codec in codecs:
-                chunk = (codec.get("configuration") or {}).get("chunk_shape", chunk)  # of a shard's inner chunks
-        _require_plain_codecs(codecs)
-        shape, chunk = tuple(content["shape"]), tuple(chunk)
-        if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, *chunk)) or len(shape) != len(chunk):
-            raise ValueError(f"array {name} has the shape {shape} in chunks of {chunk}")
-        if math.prod(chunk) * dtype.itemsize > LARGEST_CHUNK:
-            raise ValueError(f"array {name} has chunks of {chunk}")
-        dims = tuple(str(n) for n in dimensions or [f"axis {i}" for i in range(len(shape))])
-        if len(dims) != len(shape):
-            raise ValueError(f"array {name} has {len(dims)} names for {len(shape)} axes")
-        yield Variable(path, name, dims, shape, dtype, chunk, attributes)
+            encoding = content["chunk_key_encoding"]
+            is_default = encoding["name"] == "default"
+            separator = (encoding.get("configuration") or {}).get("separator", "/" if is_default else ".")
+            chunk, prefix = content["chunk_grid"]["configuration"]["chunk_shape"], f"c{separator}" * is_default
+        if separator not in ("/", "."):
+            raise ValueError(f"chunks are named with the separator {separator!r}")
+        self.shape: tuple[int, ...] = tuple(map(int, chunk))
+        self.crc32 = crc32(data)
+        self._folder, self._prefix, self._separator = folder, prefix, separator
+
+    def path(self, corner: tuple[int, ...]) -> Path:
+        """Return the file of a chunk, by its place in the grid of chunks."""
+        return self._folder / (self._prefix + self._separator.join(map(str, corner)))
+
+    def corners(self, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Yield the places of all chunks of an array."""
+        return product(*(range(-(-length // step)) for length, step in zip(shape, self.shape, strict=True)))
 
 
 def _array_folders(folder: Path, depth: int) -> Iterator[Path]:
@@ -268,7 +420,7 @@ def _is_array(folder: Path) -> bool:
     meta = metadata_file(folder)
     if meta.name != "zarr.json":
         return meta.name == ".zarray"
-    return json.loads(read_plain(meta, _LARGEST_METADATA)).get("node_type") == "array"
+    return from_json(read_plain(meta, _LARGEST_METADATA)).get("node_type") == "array"
 
 
 def _require_plain_codecs(codecs: Any) -> None:
@@ -281,16 +433,3 @@ def _require_plain_codecs(codecs: Any) -> None:
             raise ValueError(f"its codec {name} is none of those that mpitrain accepts")
         inner = codec.get("configuration") or {}
         _require_plain_codecs([*inner.get("codecs", ()), *inner.get("index_codecs", ())])
-
-
-def read_rows(array: Any, axis: int, first: int, stop: int) -> npt.NDArray[Any]:
-    """Read a range of an axis of an open variable; that axis comes first in the result.
-
-    Args:
-        array: Result of `open_variable`.
-        axis: Axis of the rows.
-        first: First row.
-        stop: Row after the last one.
-    """
-    values = np.asarray(array[(slice(None),) * axis + (slice(first, stop),)])
-    return np.moveaxis(values, axis, 0)
