@@ -118,6 +118,7 @@ def _add_variables(prepare: argparse.ArgumentParser) -> None:
     add("--x", type=_names, metavar="A,B", help="HDF5, NetCDF, Zarr: variables that become x [x]")
     add("--y", type=_names, metavar="A,B", help="variables that become y [y; with --ahead those of x]")
     add("--samples", metavar="AXIS", help="axis along which the samples lie, such as time [the first one]")
+    add("--select", type=_names, metavar="AXIS=A:B", help="use a part of axes: time=0:365,level=2:5")
     add("--ahead", type=positive_integer, metavar="N", help="pairs on an axis of time: y lies N rows after x")
     add("--in-place", action="store_true", help="make an index of the files and read them where they lie, no copy")
 

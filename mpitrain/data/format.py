@@ -227,6 +227,11 @@ class VariableSpec(_Part):
     scale: Annotated[float, Field(gt=0)] = 1.0
 
     @property
+    def meaning(self) -> tuple[str | float, ...]:
+        """Properties that must be equal in data to train on and data to evaluate; the packing may differ."""
+        return self.field, self.name, self.units, self.channels, self.shift, self.scale
+
+    @property
     def converts(self) -> bool:
         """True if stored numbers differ from those of a sample."""
         plain = (self.factor, self.offset, self.fill, self.shift, self.scale) == (1.0, 0.0, None, 0.0, 1.0)

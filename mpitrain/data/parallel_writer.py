@@ -349,12 +349,12 @@ def _describe_file(number: int, grid: Grid) -> dict[str, Any]:
             raise InputError(
                 f"{variable.label} has chunks of {step} samples, all of which must be decoded to read one; {COPY}"
             )
-        layout = grid.reader.layout(variable)
-        if math.prod(layout.chunk) * variable.dtype.itemsize > LARGEST_CHUNK:
+        table = grid.reader.chunk_table(variable)
+        if math.prod(table.chunk) * variable.dtype.itemsize > LARGEST_CHUNK:
             raise InputError(f"{variable.label} has chunks or shards larger than 1 GiB; {COPY}")
-        places += layout.places.tolist()
+        places += table.places.tolist()
         entry = {"file": number, "name": name, "dtype": variable.dtype.str, "shape": variable.shape}
-        arrays.append(entry | {"chunk": layout.chunk, "filters": layout.filters, "chunks": len(layout.places)})
+        arrays.append(entry | {"chunk": table.chunk, "filters": table.filters, "chunks": len(table.places)})
     store, size = ("zarr", 0) if path.is_dir() else ("hdf5", path.stat().st_size)
     file = {"path": str(path.resolve()), "store": store, "bytes": size}
     return {"file": file, "arrays": arrays, "chunks": places}

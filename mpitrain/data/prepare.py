@@ -260,7 +260,7 @@ def _documents(named: TextFields) -> Kind:
 
 _OF_TOKENS = "dtype", "tokenizer", "vocabulary", "end_token"
 _OF_TABLES = "label", "columns", "drop", "missing", "categories", "scale", "like", "allow_nonfinite", "skip_bad"
-_OF_GRIDS = "x", "y", "samples", "ahead", "in_place", "missing", "scale", "like", "allow_nonfinite"
+_OF_GRIDS = "x", "y", "samples", "select", "ahead", "in_place", "missing", "scale", "like", "allow_nonfinite"
 _OF_TEXT = "tokenizer", "encoding", "end_token", "pack", "blank_lines"
 KINDS = (
     _kind("IDX files", arrays.is_idx, arrays.idx_source, "allow_nonfinite"),

@@ -121,7 +121,12 @@ class UserDataset(Dataset):
         before = _states()
         with _preserved_generators():
             probed = self._fetch(np.arange(min(samples, _PROBED)))
-            self.draws = not self.is_stream and _states() != before
+            self.draws = _states() != before
+            if self.draws and self.is_stream:
+                raise InputError(
+                    f"{label} draws from the generators of torch, NumPy or Python, which differ between ranks; draw "
+                    "from a generator of its own, seeded by the epoch of set_epoch(epoch)"
+                )
             x, y = self._pair(probed, 0)
         self._forms = tuple((part.shape[1:], part.dtype) for part in (x, y))
         self.description = self._describe(split, samples, x, y)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 
 import h5py
 import numpy as np
@@ -12,9 +13,10 @@ import pytest
 from fuzzed_files import variables_file, zarr_store
 
 from mpitrain.data import open_dataset, read_manifest
-from mpitrain.data.in_place import verify_in_place
+from mpitrain.data.in_place import PlacedArrays, read_index, verify_in_place
 from mpitrain.data.prepare import PrepareOptions, prepare
 from mpitrain.data.sources import held_out_mask
+from mpitrain.data.sources.file_reader import FileReader
 from mpitrain.data.split_rows import SplitRows, count, divide_rows, rows_of, sample_mask
 from mpitrain.errors import InputError
 
@@ -152,6 +154,57 @@ def test_samples_along_another_axis_and_files_of_a_test_set(tmp_path):
             x, y = samples(folder, split)
             assert np.array_equal(x, np.moveaxis(file["t2m"][...], 2, 0))
             assert np.array_equal(y, np.moveaxis(file["z"][...] * np.float32(0.5), 2, 0))
+
+
+def test_ranges_of_axes_are_selected_by_name_over_all_files(tmp_path):
+    for name, first in (("a.nc", 0), ("b.nc", 12), ("test.nc", 24)):
+        variables_file(tmp_path / name, filters=True, first=first)
+    options = {"x": ("t2m",), "ahead": 1, "select": ("time=9:16", "lat=1:")}
+    sources = [tmp_path / name for name in ("a.nc", "b.nc", "test.nc")]
+    folder = prepared(sources, tmp_path / "set", **options)
+    whole = [h5py.File(path)["t2m"][:, 1:] for path in sources]
+    states = np.concatenate([whole[0][9:], whole[1][:4]])
+    for split, expected in (("train", states), ("held_out", whole[2])):
+        x, y = samples(folder, split)
+        assert np.array_equal(x, expected[:-1]) and np.array_equal(y, expected[1:])
+    only_second = prepared(sources[:2], tmp_path / "second", **(options | {"select": ("time=12:20",)}))
+    assert len(read_manifest(only_second).variables or ()) == 2 and len(samples(only_second)[0]) == 7
+    for select, message in (
+        (("depth=0:3",), "use AXIS=FIRST:STOP with an axis of all files, such as lat, lon, time"),
+        (("time=90:",), "selects nothing of the axis, whose length is 24"),
+    ):
+        with pytest.raises(InputError, match=message):
+            prepared(sources, tmp_path / "none", **(options | {"select": select}))
+
+
+def test_unusual_variables_do_not_matter_unless_they_are_chosen(tmp_path):
+    zarr_store(tmp_path / "v.zarr", 3)
+    meta = tmp_path / "v.zarr/y/zarr.json"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"data_type": "string"}))
+    with pytest.raises(InputError, match=r"variable y of .* cannot be read: its metadata is damaged or unusual"):
+        prepared([tmp_path / "v.zarr"], tmp_path / "set")
+    assert len(samples(prepared([tmp_path / "v.zarr"], tmp_path / "set", x=("x",), ahead=1))[0]) == 11
+
+
+def test_a_damaged_chunk_of_a_zarr_store_is_refused_before_it_is_decoded(tmp_path, monkeypatch):
+    zarr_store(tmp_path / "v.zarr", 3)
+    folder = prepared([tmp_path / "v.zarr"], tmp_path / "set", in_place=True)
+    spec, chunk = read_manifest(folder).in_place, tmp_path / "v.zarr/x/c/1/0"
+    chunk.write_bytes(chunk.read_bytes()[:-1] + b"?")
+    monkeypatch.setattr(PlacedArrays, "_zarr_rows", lambda self, array, first, stop: pytest.fail("decoded"))
+    with pytest.raises(InputError, match=r"variable x, rows 4 to 7 was changed or damaged after it was indexed"):
+        PlacedArrays("set", spec, read_index(folder, spec)).block(0, 1)
+
+
+def test_a_library_that_crashes_costs_one_line(tmp_path):
+    variables_file(tmp_path / "v.nc", filters=False)
+    reader = FileReader()
+    reader.variables(tmp_path / "v.nc")
+    os.kill(reader._process.pid, signal.SIGSEGV)
+    with pytest.raises(InputError, match=r"v\.nc is damaged: the library that reads it crashes; restore it"):
+        reader.variables(tmp_path / "v.nc")
+    variable = reader.variables(tmp_path / "v.nc")["t2m"]  # by another process
+    assert reader.rows(variable, 1, 0, 2).shape == (2, 12, 4)
 
 
 def test_time_that_runs_backwards_is_refused_for_pairs(tmp_path):

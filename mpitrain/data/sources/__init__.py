@@ -121,6 +121,7 @@ class PrepareOptions:
         x: Variables of HDF5, NetCDF or Zarr files that become x.
         y: Variables that become y.
         samples: Axis of a variable along which the samples lie; default its first axis.
+        select: Ranges of axes as AXIS=FIRST:STOP, to which the variables are cut.
         ahead: Number of rows by which y lies after x, for pairs of states on an axis of time.
         in_place: If true, make an index of the files and read them where they lie, instead of a copy.
     """
@@ -149,6 +150,7 @@ class PrepareOptions:
     x: tuple[str, ...] | None = None
     y: tuple[str, ...] | None = None
     samples: str | None = None
+    select: tuple[str, ...] | None = None
     ahead: int | None = None
     in_place: bool = False
 

@@ -1,6 +1,6 @@
 """Reading of HDF5, NetCDF and Zarr files in a process of its own, because a damaged file can crash or stall a library.
 
-    prepare     > {"act": "rows", "path": "a.nc", "arguments": ["t2m", 0, 0, 64]}     a line of JSON
+    prepare     > {"act": "rows", "path": "a.nc", "arguments": ["t2m", 0, [[0, 64], ...]]}     a line of JSON
     process     > {"value": null, "dtype": "<f4", "shape": [64, 8, 16]}               a line of JSON, then the array
 
 `FileReader` starts `python -m mpitrain.data.sources.file_reader`. Where that process dies, the file is refused in one
@@ -27,7 +27,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.data.sources.variables import Layout, Variable, layout_of, list_variables, open_variable, reading
+from mpitrain.data.sources.variables import ChunkTable, Variable, chunk_table, list_variables, open_variable, reading
 from mpitrain.errors import InputError, MpitrainError
 from mpitrain.storage.hdf5 import bytes_of_array
 
@@ -65,16 +65,20 @@ class FileReader:
         Raises:
             InputError: The file is damaged, or was changed.
         """
-        _, values = self._ask("rows", variable.path, variable.name, axis, first, stop)
+        begins = variable.origin or (0,) * len(variable.shape)
+        ends = [begin + length for begin, length in zip(begins, variable.shape, strict=True)]
+        bounds = list(zip(begins, ends, strict=True))
+        bounds[axis] = (begins[axis] + first, begins[axis] + stop)
+        _, values = self._ask("rows", variable.path, variable.name, axis, bounds)
         shape = (stop - first, *variable.shape[:axis], *variable.shape[axis + 1 :])
         if values.shape != shape or values.dtype != variable.dtype:
             raise InputError(f"{variable.label} was changed while it was read; prepare it again")
         return values
 
-    def layout(self, variable: Variable) -> Layout:
-        """Return the place of the chunks of a variable; see `layout_of`."""
-        (chunk, filters), places = self._ask("layout", variable.path, variable.name)
-        return Layout(tuple(chunk), filters and tuple(filters), places)
+    def chunk_table(self, variable: Variable) -> ChunkTable:
+        """Return the place of the chunks of a variable; see `chunk_table`."""
+        (chunk, filters), places = self._ask("chunk_table", variable.path, variable.name)
+        return ChunkTable(tuple(chunk), filters and tuple(filters), places)
 
     def _ask(self, act: str, path: Path, *arguments: Any) -> _Answer:
         if self._process is None:
@@ -98,10 +102,8 @@ class FileReader:
         except (BrokenPipeError, ValueError):
             self._process = None  # a later request starts another one
             stalled = process.wait() == -signal.SIGXCPU
-            what = f"keeps it busy for {_SECONDS} s" if stalled else "crashes it"
-            raise InputError(
-                f"source {path} is damaged: the library that reads it fails ({what}); restore it"
-            ) from None
+            what = f"is busy for {_SECONDS} s" if stalled else "crashes"
+            raise InputError(f"source {path} is damaged: the library that reads it {what}; restore it") from None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -124,17 +126,17 @@ class _Files:
             0
         )
 
-    def layout(self, path: Path, name: str) -> _Answer:
-        layout = layout_of(path, name)
-        return (layout.chunk, layout.filters), layout.places
+    def chunk_table(self, path: Path, name: str) -> _Answer:
+        table = chunk_table(path, name)
+        return (table.chunk, table.filters), table.places
 
-    def rows(self, path: Path, name: str, axis: int, first: int, stop: int) -> _Answer:
+    def rows(self, path: Path, name: str, axis: int, bounds: list[list[int]]) -> _Answer:
         array = self._open.pop((path, name), None)
         array = self._open[path, name] = open_variable(path, name) if array is None else array
         if len(self._open) > _OPEN:
             self._open.popitem(last=False)
         with reading(path):
-            values = np.asarray(array[(slice(None),) * axis + (slice(first, stop),)])
+            values = np.asarray(array[tuple(slice(*each) for each in bounds)])
         return None, np.ascontiguousarray(np.moveaxis(values, axis, 0))
 
 

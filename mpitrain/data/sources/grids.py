@@ -16,7 +16,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, compress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from mpitrain.data.split_rows import divide_rows, rows_of, sample_mask
 from mpitrain.errors import InputError, printable
 
 _OWN_TEST = re.compile(r"(val|valid|validation|test|held_out)([-_.\d]|$)", re.IGNORECASE)
+_RANGE = re.compile(r"(.+)=(\d{0,18}):(\d{0,18})")
 _SHOWN = 12  # variables in a message
 _MISSING = ("mean", "zero")
 
@@ -170,9 +171,15 @@ def grid_source(files: Sequence[Path], options: PrepareOptions) -> GridSource:
     ordered = [*(path for path in files if path not in test), *test]
     reader = FileReader()
     listed = [reader.variables(path) for path in ordered]
+    training = len(ordered) - len(test)
     x, y = _choose(listed[0], ordered[0], options)
     names = list(dict.fromkeys((*x, *y)))
     axis = {name: _axis(listed[0][name], options.samples) for name in names}
+    if options.select:
+        joined = listed[0][x[0]].dimensions[axis[x[0]]]
+        selected = _select(listed, options, joined, training)
+        training = sum(map(bool, selected[:training]))
+        ordered, listed = list(compress(ordered, selected)), list(filter(None, selected))
     for path, variables in zip(ordered[1:], listed[1:], strict=True):
         _require_equal(listed[0], variables, names, axis, path)
     chosen = tuple({name: variables[name] for name in names} for variables in listed)
@@ -181,11 +188,48 @@ def grid_source(files: Sequence[Path], options: PrepareOptions) -> GridSource:
     fields, specs = zip(
         *(_field(each, of, chosen[0], axis, options, like) for each, of in (("x", x), ("y", y))), strict=True
     )
-    test_rows = sum(rows[len(ordered) - len(test) :]) if test else 0
+    test_rows = sum(rows[training:])
     ahead = options.ahead or 0
     grid = Grid(fields, (*specs[0], *specs[1]), chosen, rows, test_rows, ahead, axis, options, reader)
     notes = _time_notes(reader, listed, axis, names, rows) if ahead else ()
     return GridSource("arrays", fields, lambda held_out: iter(()), len(files), notes=notes, grid=grid)
+
+
+def _select(
+    listed: Sequence[dict[str, Variable]], options: PrepareOptions, joined: str, training: int
+) -> list[dict[str, Variable]]:
+    """Return the parts of the variables of each file that --select chooses; nothing of a file without any rows.
+
+    Args:
+        listed: Variables of each file.
+        options: Options with the ranges.
+        joined: Name of the axis along which files are joined; its range counts the rows of all training files.
+        training: Number of training files, which come first.
+    """
+    if options.in_place:
+        raise InputError("--select makes a copy of the part that it selects; leave out --in-place")
+    result = [dict(variables) for variables in listed]
+    for text in options.select or ():
+        match = _RANGE.fullmatch(text)
+        name, first, stop = match.groups() if match else ("", "", "")
+        lengths = [
+            next((v.shape[v.dimensions.index(name)] for v in each.values() if name in v.dimensions), 0)
+            for each in listed
+        ]
+        if not match or not all(lengths):
+            known = ", ".join(dict.fromkeys(axis for v in listed[0].values() for axis in v.dimensions))
+            raise InputError(f"--select {text}: use AXIS=FIRST:STOP with an axis of all files, such as {known:.300}")
+        low, high, base = int(first or 0), int(stop or 1 << 62), 0
+        for number, length in enumerate(lengths):
+            if name == joined and number >= training:
+                continue  # the input's own test set
+            begin, end = max(0, low - base), min(length, high - base)
+            base += length if name == joined else 0
+            part = {key: v.select(name, begin, end) for key, v in result[number].items()}
+            result[number] = part if begin < end else {}
+        if not any(result[:training]):
+            raise InputError(f"--select {text} selects nothing of the axis, whose length is {base or lengths[0]}")
+    return result
 
 
 def _choose(there: dict[str, Variable], path: Path, options: PrepareOptions) -> tuple[list[str], list[str]]:

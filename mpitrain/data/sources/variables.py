@@ -12,7 +12,7 @@ import math
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ class Variable:
         chunk: Shape of a chunk; None if the variable is contiguous.
         attributes: Units, packing and the mark of missing numbers, as the file says.
         problem: Reason why the numbers cannot be read; "" if there is none.
+        origin: Index in the file of the first element, if a part was selected.
     """
 
     path: Path
@@ -66,6 +67,22 @@ class Variable:
     chunk: tuple[int, ...] | None
     attributes: dict[str, str | float]
     problem: str = ""
+    origin: tuple[int, ...] = ()
+
+    def select(self, axis: str, first: int, stop: int) -> Variable:
+        """Return a part of the variable; the variable itself if it has no such axis.
+
+        Args:
+            axis: Name of an axis.
+            first: First index on it.
+            stop: Index after the last one.
+        """
+        if axis not in self.dimensions:
+            return self
+        number = self.dimensions.index(axis)
+        shape, origin = list(self.shape), list(self.origin or (0,) * len(self.shape))
+        shape[number], origin[number] = stop - first, origin[number] + first
+        return replace(self, shape=tuple(shape), origin=tuple(origin))
 
     @property
     def label(self) -> str:
@@ -159,8 +176,8 @@ def open_variable(path: Path, name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Place of the chunks of a variable in its file.
+class ChunkTable:
+    """Places of the chunks of a variable in its file.
 
     Attributes:
         chunk: Shape of a chunk. Rows of a contiguous variable are divided into chunks of about 64 KiB.
@@ -174,7 +191,7 @@ class Layout:
     places: npt.NDArray[np.int64]
 
 
-def layout_of(path: Path, name: str) -> Layout:
+def chunk_table(path: Path, name: str) -> ChunkTable:
     """Return the place of the chunks of a variable.
 
     Args:
@@ -191,17 +208,17 @@ def layout_of(path: Path, name: str) -> Layout:
             sizes = [
                 file.stat().st_size if file.exists() else 0 for file in map(chunks.path, chunks.corners(array.shape))
             ]
-        return Layout(chunks.shape, None, np.array([(0, size) for size in sizes], np.int64).reshape(-1, 2))
+        return ChunkTable(chunks.shape, None, np.array([(0, size) for size in sizes], np.int64).reshape(-1, 2))
     with reading(path):
         if array.chunks is not None:
-            return Layout(array.chunks, _filters(array), _chunk_places(array))
+            return ChunkTable(array.chunks, _filters(array), _chunk_places(array))
         row_bytes = array.dtype.itemsize * math.prod(array.shape[1:])
         step, begin = max(1, EXTENT_BYTES // max(1, row_bytes)), array.id.get_offset()
         if begin is None:
             raise InputError(f"variable {name} of {path} is not stored as contiguous numbers; {COPY}")
         rows = np.arange(0, array.shape[0], step, dtype=np.int64)
         places = np.stack([begin + rows * row_bytes, np.minimum(step, array.shape[0] - rows) * row_bytes], 1)
-        return Layout((step, *(max(1, length) for length in array.shape[1:])), None, places)
+        return ChunkTable((step, *(max(1, length) for length in array.shape[1:])), None, places)
 
 
 COPY = "prepare it without --in-place, which makes a copy"

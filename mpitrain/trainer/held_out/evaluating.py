@@ -23,7 +23,7 @@ from mpitrain.config.named import require_outside
 from mpitrain.config.settings import Config, parse
 from mpitrain.config.toml_file import read_toml
 from mpitrain.data import Dataset, Description, open_dataset, resolve
-from mpitrain.data.format import ColumnSpec
+from mpitrain.data.format import ColumnSpec, VariableSpec
 from mpitrain.data.mix import data_paths, open_split
 from mpitrain.errors import CheckpointError, InputError, refusal
 from mpitrain.loading import require_trusted
@@ -178,11 +178,15 @@ class Evaluator(Trainer):
         if trained is None:
             return
         description = self._open(path, self.request.split).description
-        columns = trained.get("columns")
-        if columns and tuple(ColumnSpec(**each) for each in columns) != description.columns:
+        columns = tuple(ColumnSpec(**each) for each in trained.get("columns") or ())
+        variables = [VariableSpec(**each).meaning for each in trained.get("variables") or ()]
+        if columns not in ((), description.columns) or variables not in (
+            [],
+            [each.meaning for each in description.variables or ()],
+        ):
             raise refusal(
-                f"data set {path or 'of data.path'} converted its columns to numbers in another way than the training "
-                f"data of {self.request.run}; prepare it with --like and that data set"
+                f"data set {path or 'of data.path'} converted its columns or variables in another way than the "
+                f"training data of {self.request.run}; prepare it with --like and that data set"
             )
         for key, value in _data_properties(description).items():
             if trained.get(key, value) != value:
