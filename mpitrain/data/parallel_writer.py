@@ -15,13 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mpitrain.data.conversion import in_units, parts_of
-from mpitrain.data.folders import make_dataset, os_errors
+from mpitrain.data.folders import agree_on_errors, make_dataset, os_errors
 from mpitrain.data.format import (
     INDEX,
     LARGEST_CHUNK,
@@ -36,6 +35,7 @@ from mpitrain.data.in_place import ENTRY, Index, PlacedArrays
 from mpitrain.data.shards import ShardWriter
 from mpitrain.data.sources import Columns, finite
 from mpitrain.data.sources.grids import Grid, GridSource, with_statistics
+from mpitrain.data.sources.table import Moments, combine_moments, moments_of
 from mpitrain.data.sources.variables import COPY
 from mpitrain.data.split_rows import count
 from mpitrain.data.writer import Tally, check_splits, finish_manifest
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 _UNIT_BYTES = 64 << 20  # of an array to hash, or of samples to survey
 _SMALL_CHUNK, _FEW_ROWS = 256 << 10, 16  # bytes or rows up to which a chunk may be read for one sample
 _DTYPES = re.compile(r"[<>][iuf][248]|\|[iub]1")
-T = TypeVar("T")
-_Moments = tuple[int, float, float]  # count, mean, and sum of squared differences from it
 
 
 def make_grid_dataset(
@@ -104,24 +102,6 @@ def make_grid_dataset(
     world.agree(None)
 
 
-def agreed(world: Communicator | None, act: Callable[[], T]) -> T:
-    """Return `act()`, or raise on all ranks if it raises MpitrainError on any. Collective if there are ranks.
-
-    Args:
-        world: Ranks that call this; None for this process alone.
-        act: Function without arguments.
-    """
-    if world is None:
-        return act()
-    try:
-        value = act()
-    except MpitrainError as error:
-        world.agree(error)
-        raise
-    world.agree(None)
-    return value
-
-
 def _share(world: Communicator | None, units: Sequence[Any], act: Callable[[Any], Any]) -> list[Any]:
     """Return `act` of each unit, in order; each rank computes some of them. Collective."""
     ranks, rank = (1, 0) if world is None else (world.size, world.rank)
@@ -133,7 +113,7 @@ def _share(world: Communicator | None, units: Sequence[Any], act: Callable[[Any]
             with os_errors("the data set cannot be written"):
                 return act(here[rank]) if rank < len(here) else None
 
-        value = agreed(world, compute)
+        value = agree_on_errors(world, compute)
         results += [value] if world is None else world.all_gather_object(value)[: len(here)]
     return results
 
@@ -192,11 +172,11 @@ def _finish(
 ) -> None:
     """Combine the surveys of all units, and write the manifest on one rank."""
     check_splits(splits, held_out, "arrays", names)
-    tally, moments, nonfinite = Tally(source), dict[str, _Moments](), dict[str, int]()
+    tally, moments, nonfinite = Tally(source), dict[str, Moments](), dict[str, int]()
     for survey in surveys:
         tally.merge(survey["tally"])
         for name, of in survey["moments"].items():
-            moments[name] = _merge(moments.get(name, (0, 0.0, 0.0)), tuple(of))
+            moments[name] = combine_moments(moments.get(name), (np.array(of[0]), np.array(of[1]), np.array(of[2])))
         for name, number in survey["nonfinite"].items():
             nonfinite[name] = nonfinite.get(name, 0) + number
     notes = tuple(f"variable {name} has {n} numbers that are missing or not finite" for name, n in nonfinite.items())
@@ -204,16 +184,6 @@ def _finish(
     variables = with_statistics(source.grid, moments)
     if world is None or world.rank == 0:
         finish_manifest(folder, source, splits, tally, names, variables=variables, **more)
-
-
-def _merge(one: _Moments, other: _Moments) -> _Moments:
-    """Combine the moments of two sets of numbers (Chan, Golub, LeVeque 1983)."""
-    total = one[0] + other[0]
-    if not total:
-        return one
-    difference = other[1] - one[1]
-    mean = one[1] + difference * (other[0] / total)
-    return total, mean, one[2] + other[2] + difference * difference * (one[0] * (other[0] / total))
 
 
 class _Survey:
@@ -226,7 +196,7 @@ class _Survey:
 
     def __init__(self, source: GridSource, split: str) -> None:
         self._grid, self._split, self._tally = source.grid, split, Tally(source)
-        self._moments: dict[str, _Moments] = {}
+        self._moments: dict[str, Moments] = {}
         self._nonfinite: dict[str, int] = {}
 
     def add(self, row: int, columns: Columns) -> None:
@@ -258,20 +228,13 @@ class _Survey:
                     self._nonfinite[variable.name] = self._nonfinite.get(variable.name, 0) + number
                 if (options.scale or options.missing) and self._split == TRAIN and variable.name not in counted:
                     counted.add(variable.name)  # only in x, if it is in x and y
-                    before = self._moments.get(variable.name, (0, 0.0, 0.0))
-                    self._moments[variable.name] = _merge(before, _moments(values[~bad]))
+                    before = self._moments.get(variable.name)
+                    self._moments[variable.name] = combine_moments(before, moments_of(values[~bad][:, None]))
 
     def state(self) -> dict[str, Any]:
         """Return the counts as a value that JSON can represent."""
-        return {"tally": self._tally.state(), "moments": self._moments, "nonfinite": self._nonfinite}
-
-
-def _moments(values: npt.NDArray[Any]) -> _Moments:
-    if not values.size:
-        return 0, 0.0, 0.0
-    exact = values.astype(np.float64)
-    mean = float(exact.mean())
-    return exact.size, mean, float(np.square(exact - mean).sum())
+        moments = {name: [part.tolist() for part in of] for name, of in self._moments.items()}
+        return {"tally": self._tally.state(), "moments": moments, "nonfinite": self._nonfinite}
 
 
 # -- an index of files in place

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from mpitrain.data.folders import make_dataset, os_errors, require_package
+from mpitrain.data.folders import agree_on_errors, make_dataset, os_errors, require_package
 from mpitrain.data.format import DatasetManifest, read_manifest
-from mpitrain.data.parallel_writer import agreed, make_grid_dataset
+from mpitrain.data.parallel_writer import make_grid_dataset
 from mpitrain.data.sources import PrepareOptions, Source, TextFields, arrays, documents, images, table, tokens
 from mpitrain.data.sources.encoder import BYTES, ENDS, replace_surrogates
 from mpitrain.data.sources.grids import GridSource, grid_source
@@ -118,7 +118,7 @@ def prepare(
         raise InputError("--text names the whole text and --prompt a part of it; use only one of them")
     # documents with fields that the user names come before any other kind of table
     before = [_documents(named)] if named != TextFields() else []
-    source = agreed(world, lambda: recognise(sources, options, (*more, *before, *KINDS)))
+    source = agree_on_errors(world, lambda: recognise(sources, options, (*more, *before, *KINDS)))
     if isinstance(source, GridSource):
         make_grid_dataset(out, source, names=sources, held_out=held_out, shard_bytes=shard_bytes, world=world)
         if world is None:

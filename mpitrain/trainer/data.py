@@ -21,6 +21,7 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import CPU
 from mpitrain.config.settings import Config
 from mpitrain.data import Batch, Dataset, Description, Loader, Share, resolve, stage_on_nodes, staged_folder
+from mpitrain.data.folders import agree_on_errors
 from mpitrain.data.format import HELD_OUT, TRAIN
 from mpitrain.data.mix import check_data, data_paths, open_split
 from mpitrain.data.on_device import Augment, pin
@@ -32,7 +33,6 @@ from mpitrain.models.losses import WeightedCrossEntropy, cross_entropy
 from mpitrain.models.task import Task
 from mpitrain.pipe.schedule import default_microbatches
 from mpitrain.shard.virtual_workers import VirtualWorkers
-from mpitrain.trainer.folder import agree_on_errors
 
 _CHUNK = 1024  # samples read at a time to count classes
 

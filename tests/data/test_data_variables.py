@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
 import signal
+import struct
 
 import h5py
 import numpy as np
@@ -175,6 +177,15 @@ def test_ranges_of_axes_are_selected_by_name_over_all_files(tmp_path):
     ):
         with pytest.raises(InputError, match=message):
             prepared(sources, tmp_path / "none", **(options | {"select": select}))
+
+
+def test_the_mark_of_missing_numbers_that_xarray_writes_into_zarr_3_is_understood(tmp_path):
+    zarr_store(tmp_path / "v.zarr", 3)
+    meta = tmp_path / "v.zarr/x/zarr.json"
+    mark = base64.b64encode(struct.pack("<d", 7.0)).decode()
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"attributes": {"_FillValue": mark}}))
+    x, _ = samples(prepared([tmp_path / "v.zarr"], tmp_path / "set", missing="zero"))
+    assert x[2].tolist() == [6, 0, 8]
 
 
 def test_unusual_variables_do_not_matter_unless_they_are_chosen(tmp_path):

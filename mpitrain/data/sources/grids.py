@@ -28,6 +28,7 @@ from mpitrain.data.format import FieldSpec, SplitRows, VariableSpec, read_manife
 from mpitrain.data.sources import GATHER_BYTES, Columns, PrepareOptions, Source
 from mpitrain.data.sources.arrays import Array, make_field
 from mpitrain.data.sources.file_reader import FileReader
+from mpitrain.data.sources.table import Moments
 from mpitrain.data.sources.variables import Variable
 from mpitrain.data.split_rows import divide_rows, rows_of, sample_mask
 from mpitrain.errors import InputError, printable
@@ -401,17 +402,17 @@ def _time_notes(
     return (f"{coordinate} has steps of {steps.min():g} to {steps.max():g}",) if uneven else ()
 
 
-def with_statistics(grid: Grid, numbers: dict[str, tuple[int, float, float]]) -> tuple[VariableSpec, ...]:
+def with_statistics(grid: Grid, numbers: dict[str, Moments]) -> tuple[VariableSpec, ...]:
     """Return the variables with the normalisation of --scale, and the replacements of --missing.
 
     Args:
         grid: Variables and options.
-        numbers: Count, mean and sum of squared differences from it of each variable's training numbers, in its units.
+        numbers: Moments of each variable's training numbers, in its units, [1] each.
     """
     options, result = grid.options, []
     for spec in grid.variables:
         form = next(each.given for each in grid.fields if each.name == spec.field)
-        count, mean, squares = numbers.get(spec.name, (0, 0.0, 0.0))
+        count, mean, squares = (part.item() for part in numbers.get(spec.name, (np.zeros(1),) * 3))
         changes: dict[str, float] = {}
         if options.like is None and form == "float":
             if options.scale and count:

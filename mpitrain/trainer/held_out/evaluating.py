@@ -23,6 +23,7 @@ from mpitrain.config.named import require_outside
 from mpitrain.config.settings import Config, parse
 from mpitrain.config.toml_file import read_toml
 from mpitrain.data import Dataset, Description, open_dataset, resolve
+from mpitrain.data.folders import agree_on_errors
 from mpitrain.data.format import ColumnSpec, VariableSpec
 from mpitrain.data.mix import data_paths, open_split
 from mpitrain.errors import CheckpointError, InputError, refusal
@@ -30,7 +31,6 @@ from mpitrain.loading import require_trusted
 from mpitrain.models.metrics import Confusion, measures_of
 from mpitrain.storage.run_folder import CONFIG
 from mpitrain.trainer.device import explain_out_of_memory, set_threads
-from mpitrain.trainer.folder import agree_on_errors
 from mpitrain.trainer.held_out.measuring import evaluate_samples
 from mpitrain.trainer.state import OPTIMIZER
 from mpitrain.trainer.trainer import Trainer
