@@ -127,11 +127,12 @@ def test_a_file_in_place_that_was_changed_moved_or_replaced_is_refused(tmp_path)
 
 
 ERRORS = {
-    "no x": ({}, "choose x with --x NAME; its variables are t2m [12, 3, 4], z [12, 3, 4]"),
+    "no x": ({}, "choose x with --x NAME; its variables are t2m [12, 3, 4], u [12, 2], z [12, 3, 4]"),
     "no y": ({"x": ("z",)}, "choose y with --y NAME, or pairs of states with --ahead N"),
     "a name": ({"x": ("t3m",), "ahead": 1}, "--x t3m does not exist; its variables are t2m"),
     "an axis": ({"x": ("z",), "ahead": 1, "samples": "depth"}, "set --samples to one of its axes: time, lat, lon"),
     "in place": ({"x": ("z",), "y": ("t2m",), "samples": "lat", "in_place": True}, "the axis of samples first"),
+    "unsigned": ({"x": ("u",), "ahead": 1}, "cannot be read: its numbers have the attribute _Unsigned"),
     "far": ({"x": ("z",), "ahead": 12}, "contains no data"),
     "median": ({"x": ("z",), "ahead": 1, "missing": "median"}, "--missing median is for tables"),
 }
@@ -140,6 +141,9 @@ ERRORS = {
 @pytest.mark.parametrize("case", ERRORS)
 def test_unsuitable_variables_are_refused_in_one_line(tmp_path, case):
     variables_file(tmp_path / "v.nc", filters=False)
+    with h5py.File(tmp_path / "v.nc", "a") as file:
+        file["u"] = np.zeros((12, 2), "i1")
+        file["u"].attrs["_Unsigned"] = "true"
     options, message = ERRORS[case]
     with pytest.raises(InputError) as refused:
         prepared([tmp_path / "v.nc"], tmp_path / "set", **options)

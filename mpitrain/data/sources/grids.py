@@ -248,7 +248,8 @@ def _choose(there: dict[str, Variable], path: Path, options: PrepareOptions) -> 
             if len(matches) != 1:
                 problem = "is ambiguous" if matches else "does not exist"
                 raise InputError(f"source {path}: --{flag} {name} {problem}; its variables are {listed}")
-            if problem := there[matches[0]].problem:
+            unsigned = str(there[matches[0]].attributes.get("_Unsigned", "")).lower() == "true"
+            if problem := there[matches[0]].problem or "its numbers have the attribute _Unsigned" * unsigned:
                 raise InputError(
                     f"{there[matches[0]].label} cannot be read: {problem}; write it anew, or choose others"
                 )
