@@ -108,6 +108,12 @@ def without_collecting() -> Iterator[None]:
         gc.enable()
 
 
+def is_launched() -> bool:
+    """Return whether mpirun, mpiexec or srun started this process as a rank of a job."""
+    by_mpi = any(name in os.environ for name in RANK_NAMES if name != "SLURM_PROCID")  # also set in a batch script
+    return by_mpi or int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1
+
+
 def log(text: str) -> None:
     """Print a message on standard error before MPI runs, only on the first rank."""
     if is_first_rank():

@@ -28,7 +28,7 @@ from mpitrain.config.named import require_outside
 from mpitrain.config.settings import Config
 from mpitrain.config.training import ModelSection
 from mpitrain.data import Description, open_dataset
-from mpitrain.data.format import TOKENIZER, TRAIN, ColumnSpec
+from mpitrain.data.format import TOKENIZER, TRAIN, ColumnSpec, VariableSpec
 from mpitrain.errors import CheckpointError, InputError, refusal
 from mpitrain.layers.lora import require_whole
 from mpitrain.layout.boxes import Piece, logical_of
@@ -66,6 +66,7 @@ BASE, LEFT_OUT = (
     "base",
     "left_out",
 )  # keys in a checkpoint of adapters: its base, and names of base tensors that are not saved
+_SPECS = {"columns": ColumnSpec, "variables": VariableSpec}  # conversions in a description
 _OF_ONE_SPLIT = ("split", "samples", "identity")  # fields of a description that a model does not depend on
 T = TypeVar("T")
 
@@ -313,8 +314,9 @@ def task_values(section: ModelSection, description: Description) -> dict[str, An
         description: Properties of the training data.
     """
     data = {f.name: getattr(description, f.name) for f in fields(description) if f.name not in _OF_ONE_SPLIT}
-    if description.columns is not None:
-        data["columns"] = [spec.model_dump(mode="json") for spec in description.columns]
+    for name in ("columns", "variables"):
+        if data[name] is not None:
+            data[name] = [spec.model_dump(mode="json") for spec in data[name]]
     data = {name: str(value) if isinstance(value, np.dtype) else value for name, value in data.items()}
     return {"model": section.model_dump(mode="json"), "data": data}
 
@@ -327,8 +329,8 @@ def _read_description(folder: Path, manifest: Manifest) -> tuple[ModelSection, D
         for name, value in data.items():
             if name.endswith("_dtype"):
                 data[name] = np.dtype(value)
-            elif name == "columns" and value is not None:
-                data[name] = tuple(ColumnSpec(**column) for column in value)
+            elif name in _SPECS and value is not None:
+                data[name] = tuple(_SPECS[name](**each) for each in value)
             elif isinstance(value, list):
                 data[name] = tuple(value)
         identity = manifest.values.get("data") or ""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import h5py
 import numpy as np
 import torch
 from monitor.report_runs import Story, make_run
@@ -114,6 +115,70 @@ def _source(contents: dict[str, bytes], **options: Any) -> FileKind:
     return FileKind(_several(contents), read)
 
 
+def variables_file(path: Path, *, filters: bool, first: int = 0) -> None:
+    """Write an HDF5 file as NetCDF-4 does, with named axes, units and packed numbers; `first` shifts its time."""
+    chunks = {"chunks": (1, 3, 2), "shuffle": True, "compression": "gzip", "fletcher32": True} if filters else {}
+    with h5py.File(path, "w") as file:
+        for name, values in (("time", first + np.arange(12.0)), ("lat", np.arange(3.0)), ("lon", np.arange(4.0))):
+            file[name] = values
+            file[name].make_scale(name)
+        drawn = np.random.default_rng(first)
+        numbers = {"t2m": drawn.standard_normal((12, 3, 4)).astype("f4"), "z": drawn.integers(-9, 9, (12, 3, 4), "i2")}
+        for name, values in numbers.items():
+            variable = file.create_dataset(name, data=values, **chunks)
+            variable.attrs["units"] = "K"
+            for axis, scale in enumerate(("time", "lat", "lon")):
+                variable.dims[axis].attach_scale(file[scale])
+        file["z"].attrs["scale_factor"], file["z"].attrs["_FillValue"] = 0.5, np.int16(-99)
+
+
+def zarr_store(path: Path, version: int) -> None:
+    """Write a Zarr store with the arrays x and y."""
+    import zarr
+
+    group = zarr.open_group(str(path), mode="w", zarr_format=version)
+    for name, values in (("x", np.arange(36, dtype="f4").reshape(12, 3)), ("y", np.arange(12, dtype="i4") % 3)):
+        group.create_array(name, shape=values.shape, chunks=(4, *values.shape[1:]), dtype=values.dtype)[:] = values
+
+
+def _hdf5(filters: bool, **options: Any) -> FileKind:
+    def make(folder: Path) -> list[Path]:
+        variables_file(folder / "v.nc", filters=filters)
+        return [folder / "v.nc"]
+
+    return _variables("v.nc", make, x=("t2m", "z"), ahead=2, **options)
+
+
+def _zarr(version: int, **options: Any) -> FileKind:
+    def make(folder: Path) -> list[Path]:
+        zarr_store(folder / "v.zarr", version)
+        return sorted(path for path in (folder / "v.zarr").rglob("*") if path.is_file())
+
+    return _variables("v.zarr", make, **options)
+
+
+def _variables(name: str, make: Callable[[Path], list[Path]], **options: Any) -> FileKind:
+    """Return a kind of HDF5 files or Zarr stores: prepared after the damage; with `in_place`, before it."""
+
+    def index(folder: Path) -> None:
+        prepare([str(folder / name)], folder / "set", held_out=0.0, options=PrepareOptions(**options))
+
+    def make_and_index(folder: Path) -> list[Path]:
+        files = make(folder)
+        index(folder)
+        return [*files, folder / "set/dataset.json", folder / "set/index.bin"]
+
+    def read(folder: Path) -> Any:
+        if "in_place" not in options:
+            shutil.rmtree(folder / "set", ignore_errors=True)
+            index(folder)
+        data = open_dataset(folder / "set")
+        return [values.tolist() for values in data.read(np.arange(len(data)))]
+
+    exact = "in_place" in options
+    return FileKind(make_and_index if exact else make, read, exact)
+
+
 def _npz(**arrays: Any) -> bytes:
     file = io.BytesIO()
     np.savez(file, **arrays)
@@ -145,6 +210,17 @@ def _parquet() -> bytes:
 
     file = io.BytesIO()
     parquet.write_table(pyarrow.table({"a": [1.0, 2.0, 3.0], "b": ["x", "y", "x"]}), file)
+    return file.getvalue()
+
+
+def _arrow(stream: bool) -> bytes:
+    import pyarrow
+    from pyarrow import ipc
+
+    table = pyarrow.table({"a": [1.0, 2.0, 3.0], "b": ["x", "y", "x"]})
+    file = io.BytesIO()
+    with (ipc.new_stream if stream else ipc.new_file)(file, table.schema) as writer:
+        writer.write_table(table)
     return file.getvalue()
 
 
@@ -327,5 +403,13 @@ KINDS: dict[str, FileKind] = {
     "tar": _source({"t.tar": _tar()}),
     "tar, compressed": _source({"t.tar.gz": gzip.compress(_tar())}),
     "parquet": _source({"t.parquet": _parquet()}),
+    "Arrow": _source({"t.arrow": _arrow(False)}),
+    "Arrow stream": _source({"t.arrow": _arrow(True)}),
     "Megatron": _source(_megatron()),
+    "HDF5": _hdf5(False),
+    "NetCDF": _hdf5(True),
+    "HDF5 in place": _hdf5(False, in_place=True),
+    "NetCDF in place": _hdf5(True, in_place=True),
+    "Zarr": _zarr(3),
+    "Zarr in place": _zarr(2, in_place=True),
 }

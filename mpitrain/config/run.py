@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt
-from pydantic import AfterValidator, AllowInfNan, model_validator
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator, model_validator
 
 from mpitrain.choices import Augmentation
+from mpitrain.config.named import suggestion
 from mpitrain.config.section import Named, Section, followed_apart, setting
 
 
@@ -32,6 +33,15 @@ class RunSection(Section):
     workers: int = setting(8, "with run.reproducible: number of virtual workers over which a batch is summed", ge=1)
 
 
+def _check_augment(names: Any) -> Any:
+    known = get_args(Augmentation)
+    for name in names if isinstance(names, (list, tuple)) else ():
+        if isinstance(name, str) and ":" not in name and name not in known:
+            hint = suggestion(name, known, f"choose {', '.join(known)}, or package.module:function")
+            raise ValueError(f"data.augment: unknown augmentation {name!r}; {hint}")
+    return names
+
+
 class DataSection(Section):
     """Settings of [data]: the training data and how it is read."""
 
@@ -39,6 +49,13 @@ class DataSection(Section):
     mix: dict[str, Annotated[float, Gt(0), AllowInfNan(False)]] = setting(
         {}, "instead of data.path: several data sets, each with its weight", also=["datasets", "data_weights", "blend"]
     )
+    factory: str = setting(
+        "",
+        "instead of data.path: your own torch Dataset or IterableDataset as package.module:function, which is called "
+        "as function(split, **data.options)",
+        also=["dataset_class", "dataset_fn"],
+    )
+    options: dict[str, Any] = setting({}, "keyword arguments for data.factory")
     documents: Literal["joined", "apart"] = setting(
         "joined",
         "apart: a token attends only to its own document if a sample contains several",
@@ -46,9 +63,10 @@ class DataSection(Section):
     )
     workers: int = setting(1, "reader threads per rank; 0 reads in the training thread", ge=0, also=["num_workers"])
     stage: str = setting("", "folder on each node's local disk to which the data set is copied first; empty: no copy")
-    augment: tuple[Augmentation, ...] = setting(
+    augment: Annotated[tuple[Named | Augmentation, ...], BeforeValidator(_check_augment)] = setting(
         (),
-        'random changes of training images: "crop" moves them by some pixels, "flip" mirrors half of them',
+        'random changes of training images: "crop" moves them by some pixels, "flip" mirrors half of them; or your own '
+        'as "package.module:function", called as function(x, y, generator) for each sample',
         also=["augmentation", "transforms", "random_crop", "random_flip"],
     )
     augment_padding: int = setting(
@@ -60,6 +78,10 @@ class DataSection(Section):
     def _check_one_source(self) -> DataSection:
         if self.path and self.mix:
             raise ValueError("data.path and data.mix are both set; add the path to data.mix, and remove data.path")
+        if self.factory and (other := "path" if self.path else "mix" if self.mix else "stage" if self.stage else ""):
+            raise ValueError(f"data.factory and data.{other} are both set; remove one of them")
+        if self.options and not self.factory:
+            raise ValueError(f"data.options {sorted(self.options)} are for data.factory, which is not set; remove them")
         return self
 
 

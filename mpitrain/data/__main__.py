@@ -11,31 +11,43 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from mpitrain.data.format import HELD_OUT, TOKENIZER, TRAIN, Categories, DatasetManifest, Missing, Scale
-from mpitrain.early import VERSION, positive_integer
+from mpitrain.early import VERSION, is_launched, positive_integer
 from mpitrain.errors import EXIT_DONE, InputError, echo, exit_code_of, printable
 from mpitrain.storage.text import bytes_text, counted
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
 
 _SOURCES = """\
 sources (all of one kind):
   text files, folders of text      bytes, or tokens with --tokenizer
-  .jsonl, .json lines, .parquet    one document per line or row: --text FIELD [text], or --prompt and --completion
+  .jsonl, .json, .parquet, .arrow  one document per line or row: --text FIELD [text], or --prompt and --completion
   train.bin val.bin, tokens.npy    tokens made by another tool, also Megatron-LM's .idx and .bin; --dtype
   x.npy y.npy, or one .npz         rows of arrays; also x_train y_train x_test y_test
   a folder of image folders        one class per subfolder; --size if sizes differ
   IDX files (MNIST), also .gz      images and labels; t10k is held out
-  .csv, .tsv, .parquet             columns, one of which is the --label
+  .csv, .tsv, .parquet, .arrow     columns, one of which is the --label
   .tar, .tar.gz (WebDataset)       x.jpg with x.cls, x.json or x.txt; --size if sizes differ
+  .h5, .nc, Zarr stores            variables --x and --y, or pairs of states --ahead N; also under mpirun
 text, JSON lines, tokens, tables and archives may be compressed: .gz, .bz2, .xz or .zst
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+    """Run the command line and return the exit code. Ranks of a job prepare HDF5, NetCDF and Zarr files together."""
     arguments = make_parser().parse_args(argv)
+    if is_launched() and arguments.command == "prepare":
+        return _prepare(arguments, _ranks())  # errors are raised, and end all ranks
     return exit_code_of(lambda: arguments.act(arguments))
+
+
+def _ranks() -> Communicator:
+    from mpitrain.comm import init
+
+    return init()
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -64,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     prepare.add_argument("--size", type=_size, metavar="HxW", help="images: size in pixels, such as 224 or 128x256")
     prepare.add_argument("--label", metavar="COLUMN", help="tables: label column, by name or number from 1")
     _add_options(prepare)
+    _add_variables(prepare)
     prepare.add_argument("--kind", metavar="MODULE:FUNCTION", help="your own function that returns a kind of input")
     prepare.add_argument("--shard-mb", type=_positive, default=256, metavar="MB", help="MiB of data per shard [256]")
     tokenizer = commands.add_parser("tokenizer", help="train a tokenizer on text, JSON lines or parquet")
@@ -91,13 +104,23 @@ def _add_options(prepare: argparse.ArgumentParser) -> None:
     add = prepare.add_argument
     add("--columns", type=_names, metavar="A,B", help="tables: columns to learn from, names or numbers [all]")
     add("--drop", type=_names, metavar="A,B", help="tables: columns not to learn from")
-    add("--missing", choices=get_args(Missing), help="tables: replacement of missing values; drop skips such rows")
+    add("--missing", choices=get_args(Missing), help="tables, HDF5...: replacement of missing values; drop skips rows")
     add("--categories", choices=get_args(Categories), help="tables: encoding of texts, as several numbers or one")
-    add("--scale", choices=get_args(Scale), help="tables: scale columns of numbers to mean 0 and deviation 1")
-    add("--like", type=Path, metavar="DIR", help="tables: convert columns as data set DIR did, to evaluate")
-    add("--allow-nonfinite", action="store_true", help="tables, arrays: accept nan and infinite numbers")
+    add("--scale", choices=get_args(Scale), help="tables, HDF5...: scale numbers to mean 0 and deviation 1")
+    add("--like", type=Path, metavar="DIR", help="tables, HDF5...: convert as data set DIR did, to evaluate")
+    add("--allow-nonfinite", action="store_true", help="tables, arrays, HDF5...: accept nan and infinite numbers")
     add("--skip-bad", action="store_true", help="skip images that cannot be read, and table rows of another length")
     add("--classes", type=Path, metavar="FILE", help="archives of images: file with one class name per line")
+
+
+def _add_variables(prepare: argparse.ArgumentParser) -> None:
+    add = prepare.add_argument
+    add("--x", type=_names, metavar="A,B", help="HDF5, NetCDF, Zarr: variables that become x [x]")
+    add("--y", type=_names, metavar="A,B", help="variables that become y [y; with --ahead those of x]")
+    add("--samples", metavar="AXIS", help="axis along which the samples lie, such as time [the first one]")
+    add("--select", type=_names, metavar="AXIS=A:B", help="use a part of axes: time=0:365,level=2:5")
+    add("--ahead", type=positive_integer, metavar="N", help="pairs on an axis of time: y lies N rows after x")
+    add("--in-place", action="store_true", help="make an index of the files and read them where they lie, no copy")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -118,7 +141,7 @@ def _positive(text: str) -> float:
     return value
 
 
-def _prepare(arguments: argparse.Namespace) -> int:
+def _prepare(arguments: argparse.Namespace, world: Communicator | None = None) -> int:
     from mpitrain.data.prepare import PrepareOptions, prepare
 
     more = []
@@ -135,7 +158,10 @@ def _prepare(arguments: argparse.Namespace) -> int:
             shard_bytes=max(1, round(arguments.shard_mb * 2**20)),
             progress=progress if sys.stderr.isatty() else None,
             more=more,
+            world=world,
         )
+    if world is not None and world.rank:
+        return EXIT_DONE
     echo(*describe(arguments.out, manifest))
     echo(f"\ntrain on it: python -m mpitrain.train --data.path {shlex.quote(str(arguments.out))}{_settings(manifest)}")
     return EXIT_DONE
@@ -149,7 +175,7 @@ def _settings(manifest: DatasetManifest) -> str:
     arguments = f" --model.sequence {manifest.pack}" if manifest.pack else ""
     x = next((each for each in manifest.fields if each.name == "x"), None)
     if manifest.kind != "tokens" and x is not None:
-        arguments += f" --model.name {'resnet' if is_image(x.shape) else 'mlp'}"
+        arguments += f" --model.name {'resnet' if is_image(x.shape) and not manifest.fields[-1].shape else 'mlp'}"
         samples = manifest.splits[TRAIN].rows
         arguments += f" --train.batch {samples}" if samples < TrainSection().batch else ""
     return arguments
@@ -168,12 +194,14 @@ def _tokenizer(arguments: argparse.Namespace) -> int:
 
 def _info(arguments: argparse.Namespace) -> int:
     from mpitrain.data.format import read_manifest
+    from mpitrain.data.in_place import verify_in_place
     from mpitrain.data.shards import verify
 
     folder = arguments.dir
     manifest = read_manifest(folder)
     echo(*describe(folder, manifest))
-    damages = list(verify(folder, manifest)) if arguments.verify else []
+    check = verify_in_place if manifest.in_place else verify
+    damages = list(check(folder, manifest)) if arguments.verify else []
     if damages:
         echo(*damages)
         raise InputError(f"data set {folder}: {len(damages)} damaged places, listed above; restore or prepare it again")
@@ -234,11 +262,21 @@ def _facts(folder: Path, manifest: DatasetManifest) -> Iterator[tuple[str, str]]
     yield "kind", _kind(manifest)
     for name, split in manifest.splits.items():
         size = bytes_text(sum(shard.bytes for shard in split.shards))
-        yield _TITLES[name], f"{split.rows:,} {unit}, {size} in {counted(len(split.shards), 'shard')}"
+        where = "in place" if manifest.in_place else f"{size} in {counted(len(split.shards), 'shard')}"
+        yield _TITLES[name], f"{split.rows:,} {unit}, {where}"
     if manifest.kind == "arrays":
         for field in manifest.fields:
             shape = " x ".join(str(n) for n in field.shape) or "one number"
             yield field.name, f"{shape}, stored as {field.dtype}, read as {_READ_AS[field.given]}"
+    for variable in (manifest.variables or ())[:_MOST_CLASSES]:
+        units = f" in {variable.units}" if variable.units else ""
+        scaled = (variable.shift, variable.scale) != (0.0, 1.0)
+        how = f", minus {variable.shift:g}, divided by {variable.scale:g}" if scaled else ""
+        yield "", f"{variable.field}: {variable.name} [{', '.join(variable.dimensions)}]{units}{how}"
+    if manifest.in_place:
+        later = manifest.in_place.ahead
+        yield "in place", f"{counted(len(manifest.in_place.files), 'file')}, such as {manifest.in_place.files[0].path}"
+        yield from [("pairs", f"y lies {counted(later, 'row')} after x")] * bool(later)
     if manifest.vocabulary is not None:
         yield "vocabulary", f"{manifest.vocabulary:,}"
     if manifest.kind == "tokens":

@@ -25,8 +25,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from mpitrain.data.conversion import convert
 from mpitrain.data.folders import resolve
-from mpitrain.data.format import TRAIN, UNCOUNTED, ColumnSpec, DatasetManifest, FieldSpec, SplitSpec, read_manifest
+from mpitrain.data.format import (
+    TRAIN,
+    UNCOUNTED,
+    ColumnSpec,
+    DatasetManifest,
+    FieldSpec,
+    SplitSpec,
+    VariableSpec,
+    read_manifest,
+)
+from mpitrain.data.in_place import PlacedReader
 from mpitrain.data.order import Ordering, SampleOrder
 from mpitrain.data.shards import OpenShard
 from mpitrain.errors import InputError
@@ -59,6 +70,7 @@ class Description:
         document_end: Token that ends each document, if documents have one.
         apart: Equal to `document_end` if attention must not cross documents; else None.
         columns: Columns of the table that x was made of, with their conversions, if it was a table.
+        variables: Variables of HDF5, NetCDF or Zarr files that x and y were made of, with their conversions.
     """
 
     kind: str
@@ -75,6 +87,7 @@ class Description:
     document_end: int | None = None
     apart: int | None = None
     columns: tuple[ColumnSpec, ...] | None = None
+    variables: tuple[VariableSpec, ...] | None = None
 
 
 def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None = None, apart: bool = False) -> Dataset:
@@ -97,6 +110,8 @@ def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None =
             f"data set {folder} has no {split} samples (splits: {', '.join(manifest.splits)}); "
             "prepare it again with a larger --held-out"
         )
+    if manifest.in_place:
+        return ArrayDataset(split, manifest, PlacedReader(folder, split, manifest))
     spec = manifest.splits[split]
     there = set(os.listdir(folder))  # detects missing shards at once; their content is checked when it is read
     for shard in spec.shards:
@@ -121,7 +136,7 @@ class Dataset(ABC):
         description: Properties of the split.
     """
 
-    def __init__(self, description: Description, reader: RowReader) -> None:
+    def __init__(self, description: Description, reader: RowReader | PlacedReader) -> None:
         self.description = description
         self._reader = reader
 
@@ -166,6 +181,15 @@ class Dataset(ABC):
             InputError: Stored bytes are damaged or cannot be read.
             IndexError: An id is out of range.
         """
+
+    def read_at(self, ids: Ids, positions: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Read samples for running positions; see `read`. Only samples with random numbers depend on the positions.
+
+        Args:
+            ids: Sample ids, int64 [n].
+            positions: Running position of each, int64 [n].
+        """
+        return self.read(ids)
 
     def close(self) -> None:
         """Close the files. A later read opens them again."""
@@ -263,14 +287,18 @@ class ArrayDataset(Dataset):
         reader: Reader of the rows of the split.
     """
 
-    def __init__(self, split: str, manifest: DatasetManifest, reader: RowReader) -> None:
+    def __init__(self, split: str, manifest: DatasetManifest, reader: RowReader | PlacedReader) -> None:
         x, y = manifest.fields
         forms, samples = ((x.shape, x.handed), (y.shape, y.handed)), manifest.splits[split].rows
-        super().__init__(_describe(manifest, split, samples, *forms, columns=manifest.columns), reader)
-        self._fields = (x, y)
+        more: dict[str, Any] = {"columns": manifest.columns, "variables": manifest.variables}
+        super().__init__(_describe(manifest, split, samples, *forms, **more), reader)
+        self._fields, self._variables = (x, y), manifest.variables or ()
 
     def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        x, y = (_convert(field, self._read_windows(i, field, ids, 1, 1)[:, 0]) for i, field in enumerate(self._fields))
+        x, y = (
+            convert(field, self._variables, self._read_windows(i, field, ids, 1, 1)[:, 0])
+            for i, field in enumerate(self._fields)
+        )
         return x, y
 
 
@@ -278,13 +306,6 @@ def _describe(manifest: DatasetManifest, split: str, samples: int, x: _Form, y: 
     """Return the description of a split whose samples have these shapes and dtypes."""
     vocabulary, classes = manifest.vocabulary, manifest.classes
     return Description(manifest.kind, split, samples, *x, *y, vocabulary, classes, manifest.identity, **more)
-
-
-def _convert(field: FieldSpec, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    values = stored.astype(field.handed, copy=False)
-    if field.given == "unit":
-        values *= np.float32(1 / 255)
-    return values
 
 
 class RowReader:
@@ -508,5 +529,5 @@ def evaluation_batches(dataset: Dataset, *, samples: int, batch: int, share: Sha
 def _batch(dataset: Dataset, position: int, first: int, ids: Ids) -> Batch:
     import torch
 
-    x, y = dataset.read(ids)
+    x, y = dataset.read_at(ids, position + first + np.arange(len(ids), dtype=np.int64))
     return Batch(ids, torch.from_numpy(x), torch.from_numpy(y), position, first)

@@ -34,19 +34,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from mpitrain.data.format import MANIFEST, TOKENIZER, DatasetManifest, is_dataset, read_manifest
 from mpitrain.data.shards import verify
-from mpitrain.errors import InputError
+from mpitrain.errors import InputError, MpitrainError
 from mpitrain.storage import locks
 from mpitrain.storage.disk import MARK, begin_folder, end_folder, free_bytes, leftovers, remove_folder, sync
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
     from mpitrain.data.sources import Source
+
+T = TypeVar("T")
 
 
 def make_dataset(
@@ -89,6 +91,24 @@ def make_dataset(
             finally:
                 remove_folder(temporary, (MANIFEST, MARK))
             sync(target.parent)
+
+
+def agree_on_errors(world: Communicator | None, act: Callable[[], T]) -> T:
+    """Return `act()`, or raise on all ranks if it raises MpitrainError on any. Collective if there are ranks.
+
+    Args:
+        world: Ranks that call this; None for this process alone.
+        act: Function without arguments.
+    """
+    if world is None:
+        return act()
+    try:
+        value = act()
+    except MpitrainError as error:
+        world.agree(error)
+        raise
+    world.agree(None)
+    return value
 
 
 @contextmanager
@@ -238,6 +258,11 @@ def stage(source: Path, stage: Path) -> None:
         InputError: There is not enough space, the folder is not writable, or shards are damaged.
     """
     manifest = read_manifest(source)
+    if manifest.in_place:
+        raise InputError(
+            f"data.stage copies shards, but data set {source} reads files where they lie; leave data.stage empty, or "
+            "prepare the data set without --in-place"
+        )
     target, fill, is_usable = (
         staged_folder(source, stage),
         partial(_copy, source, manifest),

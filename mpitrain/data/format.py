@@ -6,6 +6,7 @@
       train-00001.h5
       held_out-00000.h5    shards of the split `held_out`, if there is one
       tokenizer.json       a copy of the tokenizer file, for tokenized text only
+      index.bin            for a data set in place: the hashes and places of its chunks, instead of shards
 
 A shard is an HDF5 file (libver v110, so that its metadata is checksummed) with one contiguous, little-endian
 data set per field and one table of hashes per field:
@@ -39,7 +40,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, Field, StrictInt, StrictStr, ValidationError, model_validator
+from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
 
 from mpitrain.errors import InputError, first_problem
 from mpitrain.storage.disk import read_plain, write_durably
@@ -48,6 +49,7 @@ FORMAT: Literal["mpitrain-dataset"] = "mpitrain-dataset"
 VERSION: Literal[1] = 1
 MANIFEST = "dataset.json"
 TOKENIZER = "tokenizer.json"
+INDEX = "index.bin"
 TRAIN = "train"
 HELD_OUT = "held_out"
 TOKENS, MASK = "tokens", "mask"  # fields
@@ -59,7 +61,9 @@ Missing = Literal["mean", "median", "zero", "drop"]
 Categories = Literal["onehot", "codes"]
 Scale = Literal["standard"]
 
+LARGEST_CHUNK = 1 << 30  # bytes of a chunk of an array in place, which must fit into memory
 _PREPARE = "python -m mpitrain.data prepare"
+_OPTIONAL = ("document_end", "pack", "variables", "in_place")  # keys that are left out where there is no value
 _LARGEST_MANIFEST = 256 << 20  # bytes
 Count = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
 Crc = Annotated[StrictInt, Field(ge=0, lt=1 << 32)]
@@ -190,6 +194,136 @@ class ColumnSpec(_Part):
         return len(self.categories) if self.categories and self.onehot else 1
 
 
+class VariableSpec(_Part):
+    """A variable of HDF5, NetCDF or Zarr files, and the conversion of its stored numbers into those of a sample.
+
+    A stored number is missing if it is NaN or equals `missing`, and then becomes `fill`; every other one becomes stored
+    * factor + offset. The model gets (number - shift) / scale.
+
+    Attributes:
+        field: Field that the variable is a part of.
+        name: Name of the variable in its files.
+        units: Units of the numbers, before shift and scale; "" if the files do not say.
+        dimensions: Names of the axes of a sample, without the axis along which the samples lie.
+        channels: Length that the variable takes of the field's first axis; 0 if the variable is the whole field.
+        factor: Number to multiply a stored number with.
+        offset: Number to add after that.
+        missing: Stored number that marks a missing value, besides NaN.
+        fill: Replacement of a missing value, in `units`; None if there must be none.
+        shift: Number to subtract.
+        scale: Number to divide by, after the subtraction.
+    """
+
+    field: Literal["x", "y"]
+    name: StrictStr
+    units: StrictStr = ""
+    dimensions: tuple[StrictStr, ...] = ()
+    channels: Count = 0
+    factor: float = 1.0
+    offset: float = 0.0
+    missing: float | None = None
+    fill: float | None = None
+    shift: float = 0.0
+    scale: Annotated[float, Field(gt=0)] = 1.0
+
+    @property
+    def meaning(self) -> tuple[str | float, ...]:
+        """Properties that must be equal in data to train on and data to evaluate; the packing may differ."""
+        return self.field, self.name, self.units, self.channels, self.shift, self.scale
+
+    @property
+    def converts(self) -> bool:
+        """True if stored numbers differ from those of a sample."""
+        plain = (self.factor, self.offset, self.fill, self.shift, self.scale) == (1.0, 0.0, None, 0.0, 1.0)
+        return not plain
+
+
+class PlacedArray(_Part):
+    """A variable of one file that is read where it lies.
+
+    Attributes:
+        file: Number of the file.
+        name: Name of the variable in it.
+        dtype: Stored dtype with its byte order, as NumPy writes it.
+        shape: Shape, with the axis of rows first.
+        chunk: Shape of a chunk. A chunk at the end of an axis may be shorter, except in HDF5 files with filters.
+        filters: Filters that HDF5 applied to each chunk, in this order; None if the array is contiguous.
+        chunks: Number of chunks.
+    """
+
+    file: Count
+    name: StrictStr
+    dtype: Annotated[StrictStr, Field(pattern=r"^([<>][iuf][248]|\|[iub]1)$")]
+    shape: Annotated[tuple[Count, ...], Field(min_length=1, max_length=32)]
+    chunk: Annotated[tuple[Annotated[StrictInt, Field(ge=1, lt=1 << 63)], ...], Field(min_length=1, max_length=32)]
+    filters: tuple[Literal["shuffle", "deflate", "fletcher32"], ...] | None = None
+    chunks: Count
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of chunks along each axis."""
+        return tuple(-(-length // step) for length, step in zip(self.shape, self.chunk, strict=True))
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PlacedArray:
+        if len(self.chunk) != len(self.shape) or math.prod(self.grid) != self.chunks:
+            raise ValueError(f"array {self.name} of shape {self.shape} has chunks of {self.chunk}")
+        if math.prod(self.chunk) * np.dtype(self.dtype).itemsize > LARGEST_CHUNK:
+            raise ValueError(f"array {self.name} has chunks of {self.chunk}")
+        return self
+
+
+class PlacedFile(_Part):
+    """A user's file that is read where it lies.
+
+    Attributes:
+        path: Absolute path.
+        store: "hdf5", or "zarr" for a folder.
+        rows: Number of rows.
+        bytes: Size in bytes of an HDF5 file; 0 for a Zarr store.
+    """
+
+    path: StrictStr
+    store: Literal["hdf5", "zarr"]
+    rows: Count
+    bytes: Count
+
+
+class SplitRows(_Part):
+    """The rows of an input that are the samples of one split: some rows of a range, in order.
+
+    Attributes:
+        first: First row of the range.
+        stop: Row after the last one.
+        fraction: Numerator and denominator of the fraction of rows held out of the range (see `data.sources`); (0, 1)
+            if all rows of the range are samples.
+        held_out: If true, the samples are the rows that are held out; if false, the others.
+    """
+
+    first: Count
+    stop: Count
+    fraction: tuple[Count, Annotated[StrictInt, Field(ge=1, le=10**6)]] = (0, 1)
+    held_out: StrictBool = False
+
+
+class InPlaceSpec(_Part):
+    """Place of the arrays of a data set that has no shards.
+
+    Attributes:
+        files: Files, whose rows are numbered one file after the other.
+        arrays: Arrays of all files, file by file.
+        ahead: Number of rows by which y lies after x.
+        samples: Rows of each split.
+        index_crc32: CRC-32 of the index.
+    """
+
+    files: tuple[PlacedFile, ...]
+    arrays: tuple[PlacedArray, ...]
+    ahead: Count
+    samples: dict[StrictStr, SplitRows]
+    index_crc32: Crc
+
+
 class DatasetManifest(_Part):
     """Content of dataset.json.
 
@@ -206,6 +340,8 @@ class DatasetManifest(_Part):
         classes: Names of the classes, if y are class numbers.
         splits: Splits, by name.
         columns: Columns of the table that x was made of, if it was a table.
+        variables: Variables that x and y were made of, if they lay in HDF5, NetCDF or Zarr files.
+        in_place: Place of the arrays, if they stay in the user's files; None if they lie in shards.
         origin: Origin of the data.
     """
 
@@ -221,6 +357,8 @@ class DatasetManifest(_Part):
     classes: tuple[StrictStr, ...] | None
     splits: dict[Annotated[StrictStr, Field(pattern=f"^({TRAIN}|{HELD_OUT})$")], SplitSpec]
     columns: tuple[ColumnSpec, ...] | None = None
+    variables: tuple[VariableSpec, ...] | None = None
+    in_place: InPlaceSpec | None = None
     origin: Origin
 
     @model_validator(mode="after")
@@ -237,7 +375,7 @@ class DatasetManifest(_Part):
         if self.document_end is not None and self.document_end >= (self.vocabulary or 0):
             raise ValueError(f"document_end {self.document_end} is outside the vocabulary")
         for name, split in self.splits.items():
-            if split.rows != sum(shard.rows for shard in split.shards):
+            if self.in_place is None and split.rows != sum(shard.rows for shard in split.shards):
                 raise ValueError(f"split {name} has {split.rows} rows, but its shards have another number")
             if self.pack and split.rows % (self.pack + 1):
                 raise ValueError(
@@ -261,7 +399,14 @@ class DatasetManifest(_Part):
         """Eight hexadecimal digits that change if a stored value does, but not with the time or place of making."""
         splits = {name: split.model_dump(mode="json") for name, split in self.splits.items()}
         fields = [field.model_dump(mode="json") for field in self.fields]
-        extras = [value for value in (self.document_end, self.pack) if value is not None]  # none in old manifests
+        parts = [part.model_dump(mode="json") for part in self.variables or ()]
+        place = (
+            None
+            if self.in_place is None
+            else self.in_place.model_dump(mode="json", exclude={"files": {"__all__": {"path"}}})
+        )
+        # none of these exist in old manifests
+        extras = [value for value in (self.document_end, self.pack, parts or None, place) if value is not None]
         return f"{zlib.crc32(_canonical([self.kind, fields, splits, *extras])):08x}"
 
 
@@ -277,7 +422,7 @@ def write_manifest(folder: Path, manifest: DatasetManifest) -> None:
         manifest: Content to write.
     """
     content = manifest.model_dump(mode="json")
-    for key in ("document_end", "pack"):
+    for key in _OPTIONAL:
         if content[key] is None:
             del content[key]
     content["crc32"] = zlib.crc32(_canonical(content))

@@ -35,8 +35,8 @@ from mpitrain.errors import InputError
 
 
 def data_paths(config: Config) -> list[str]:
-    """Return the names of the data sets of a run: data.path, or the keys of data.mix."""
-    return list(config.data.mix) or [config.data.path]
+    """Return the names of the data sets of a run: data.path, the keys of data.mix, or data.factory."""
+    return list(config.data.mix) or [config.data.factory or config.data.path]
 
 
 def open_split(config: Config, split: str, find: Callable[[str], Path] = resolve) -> Dataset | None:
@@ -50,6 +50,10 @@ def open_split(config: Config, split: str, find: Callable[[str], Path] = resolve
     Raises:
         InputError: The data cannot be opened; see `open_dataset` and `open_mix`.
     """
+    if config.data.factory:
+        from mpitrain.data.user_dataset import open_factory  # imports torch
+
+        return open_factory(config, split)
     sequence, separate = config.model.sequence, config.data.documents == "apart"
     if config.data.mix:
         return open_mix(config.data.mix, split, find=find, sequence=sequence, apart=separate)

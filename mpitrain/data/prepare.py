@@ -14,20 +14,30 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from mpitrain.data.folders import make_dataset, os_errors, require_package
+from mpitrain.data.folders import agree_on_errors, make_dataset, os_errors, require_package
 from mpitrain.data.format import DatasetManifest, read_manifest
+from mpitrain.data.parallel_writer import make_grid_dataset
 from mpitrain.data.sources import PrepareOptions, Source, TextFields, arrays, documents, images, table, tokens
 from mpitrain.data.sources.encoder import BYTES, ENDS, replace_surrogates
+from mpitrain.data.sources.grids import GridSource, grid_source
 from mpitrain.data.sources.table_files import is_table
+from mpitrain.data.sources.variables import has_variables, is_store
 from mpitrain.data.writer import Progress, write_dataset
-from mpitrain.errors import InputError
+from mpitrain.errors import InputError, refusal
 from mpitrain.storage.disk import write_whole
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
 
 _TEXT = "text"
 _OTHERS = 0.1  # largest fraction of a folder's files that may be of other kinds, and are skipped
-_KNOWN = "text, JSON lines, .npy/.npz, images, archives of images, IDX (MNIST), .csv, .parquet or .bin of tokens"
+_KNOWN = (
+    "text, JSON lines, .npy/.npz, HDF5, NetCDF, Zarr, images, archives of images, IDX (MNIST), .csv, .parquet, .arrow "
+    "or .bin of tokens"
+)
+_DESCRIPTIONS = ("dataset_info.json", "state.json", "dataset_dict.json")
 _LARGEST_ROW = 1 << 30  # bytes of a sample, which must fit into memory several times
 
 
@@ -75,8 +85,9 @@ def prepare(
     shard_bytes: int = 256 << 20,
     progress: Progress | None = None,
     more: Sequence[Kind] = (),
+    world: Communicator | None = None,
 ) -> DatasetManifest:
-    """Make the data set folder `out` from sources.
+    """Make the data set folder `out` from sources. Collective if there are ranks.
 
     Args:
         sources: Files and folders, all of one kind of input.
@@ -86,6 +97,7 @@ def prepare(
         shard_bytes: Bytes of data per shard.
         progress: Function called with a split and the rows and bytes of it that are written so far.
         more: Further kinds of input, which are tried before those of the table KINDS.
+        world: Ranks that share the work on HDF5, NetCDF and Zarr files; None for this process alone.
 
     Returns:
         Manifest of the new data set.
@@ -96,9 +108,9 @@ def prepare(
     """
     if not 0 <= held_out <= 0.5:
         raise InputError(f"--held-out {held_out:g} is not a fraction from 0 to 0.5")
-    if os.path.lexists(out):
-        raise InputError(f"output folder {out} exists already; use another --out, or remove it")
     options = options or PrepareOptions()
+    if os.path.lexists(out):
+        raise refusal(f"output folder {out} exists already; use another --out, or remove it")
     named = options.text_fields
     if options.prompt is None and options.completion is not None:
         raise InputError("--completion is the answer to --prompt; set --prompt to the field of the prompt")
@@ -106,7 +118,15 @@ def prepare(
         raise InputError("--text names the whole text and --prompt a part of it; use only one of them")
     # documents with fields that the user names come before any other kind of table
     before = [_documents(named)] if named != TextFields() else []
-    source = recognise(sources, options, (*more, *before, *KINDS))
+    source = agree_on_errors(world, lambda: recognise(sources, options, (*more, *before, *KINDS)))
+    if isinstance(source, GridSource):
+        make_grid_dataset(out, source, names=sources, held_out=held_out, shard_bytes=shard_bytes, world=world)
+        if world is None:
+            return read_manifest(out)
+        # one rank reads it: others may still see a network file system on which it does not exist
+        return DatasetManifest.model_validate(world.on_root(lambda: read_manifest(out).model_dump(mode="json")))
+    if world is not None and world.size > 1:
+        raise refusal("only HDF5, NetCDF and Zarr files are prepared by several ranks; start it without mpirun")
 
     def fill(folder: Path) -> None:
         write_dataset(folder, source, names=sources, held_out=held_out, shard_bytes=shard_bytes, progress=progress)
@@ -166,7 +186,7 @@ def _classify(path: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], lis
     with os_errors(f"source {path} cannot be read"):
         if not os.path.lexists(path):
             raise InputError(f"source {path} does not exist; use an existing file or folder")
-        if path.is_dir():
+        if path.is_dir() and not is_store(path):
             return _classify_folder(path, among)
         if path.stat().st_size == 0:
             raise InputError(f"source {path} is empty; use a file with data")
@@ -179,7 +199,7 @@ def _classify(path: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], lis
 def _classify_folder(folder: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
     by_kind: dict[Kind, list[Path]] = defaultdict(list)
     unknown: list[Path] = []
-    for path in files_below(folder):
+    for path in without_descriptions(files_below(folder)):
         if path.stat().st_size or path.suffix.lower() in images.SUFFIXES:  # an empty image counts as a broken one
             kind = _kind_of(path, among)
             (unknown if kind is None else by_kind[kind]).append(path)
@@ -198,17 +218,27 @@ def _classify_folder(folder: Path, among: Sequence[Kind]) -> tuple[Kind, list[Fo
     return most, [Found(path, folder) for path in paths], others + unknown
 
 
+def without_descriptions(paths: Sequence[Path]) -> list[Path]:
+    """Return paths without the JSON files with which Hugging Face's `datasets` describes Arrow files and folders."""
+    holders = {parent for path in paths if path.suffix.lower() == ".arrow" for parent in path.parents[:2]}
+    return [path for path in paths if not (path.name in _DESCRIPTIONS and path.parent in holders)]
+
+
 def files_below(folder: Path) -> list[Path]:
-    """Return all files below a folder, sorted, without hidden ones. Links to folders are not followed."""
+    """Return all files and Zarr stores below a folder, sorted, without hidden ones.
+
+    Links to folders are not followed.
+    """
 
     def failed(error: OSError) -> None:
         raise error
 
     paths = []
     for top, folders, files in os.walk(folder, onerror=failed):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        paths += [Path(top, name) for name in files if not name.startswith(".")]
-    return sorted(path for path in paths if path.is_file())
+        stores = [name for name in folders if is_store(Path(top, name))]
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in stores]
+        paths += [Path(top, name) for name in (*files, *stores) if not name.startswith(".")]
+    return sorted(path for path in paths if path.is_file() or path.is_dir())
 
 
 def _kind_of(path: Path, among: Sequence[Kind]) -> Kind | None:
@@ -230,9 +260,11 @@ def _documents(named: TextFields) -> Kind:
 
 _OF_TOKENS = "dtype", "tokenizer", "vocabulary", "end_token"
 _OF_TABLES = "label", "columns", "drop", "missing", "categories", "scale", "like", "allow_nonfinite", "skip_bad"
+_OF_GRIDS = "x", "y", "samples", "select", "ahead", "in_place", "missing", "scale", "like", "allow_nonfinite"
 _OF_TEXT = "tokenizer", "encoding", "end_token", "pack", "blank_lines"
 KINDS = (
     _kind("IDX files", arrays.is_idx, arrays.idx_source, "allow_nonfinite"),
+    _kind("HDF5, NetCDF or Zarr", has_variables, grid_source, *_OF_GRIDS),
     _kind("tokens", tokens.is_tokens, tokens.tokens_source, *_OF_TOKENS),
     _kind("arrays", arrays.is_array, arrays.arrays_source, "allow_nonfinite"),
     Kind("images", images.is_image, images.images_source, "size", ("skip_bad",)),

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +61,7 @@ def write_dataset(
         OSError: The disk is full.
     """
     writers = {split: _SplitWriter(folder, split, source.fields, shard_bytes) for split in (TRAIN, HELD_OUT)}
-    tally = _Tally(source)
+    tally = Tally(source)
     try:
         for split, columns in source.blocks(held_out):
             if split not in writers:
@@ -74,7 +75,23 @@ def write_dataset(
         for writer in writers.values():
             writer.abandon()
         raise
-    _check_splits(splits, held_out, source.kind, names)
+    check_splits(splits, held_out, source.kind, names)
+    finish_manifest(folder, source, splits, tally, names)
+
+
+def finish_manifest(
+    folder: Path, source: Source, splits: dict[str, SplitSpec], tally: Tally, names: Sequence[str], **more: Any
+) -> None:
+    """Write the tokenizer, if there is one, and the manifest.
+
+    Args:
+        folder: Folder of the data set.
+        source: Source of the rows.
+        splits: Splits without their class counts.
+        tally: Counts of all rows.
+        names: Names of the sources.
+        **more: Further entries of the manifest.
+    """
     if source.tokenizer is not None:
         tokenizer = source.tokenizer.read_bytes()
         write_durably(folder / TOKENIZER, tokenizer)
@@ -93,11 +110,20 @@ def write_dataset(
             splits={name: split.model_copy(update=tally.counts(name)) for name, split in splits.items()},
             columns=source.columns() if source.columns else None,
             origin=Origin(sources=tuple(names), files=source.files, prepared=now, notes=notes),
+            **more,
         ),
     )
 
 
-def _check_splits(splits: dict[str, SplitSpec], held_out: float, kind: str, names: Sequence[str]) -> None:
+def check_splits(splits: dict[str, SplitSpec], held_out: float, kind: str, names: Sequence[str]) -> None:
+    """Raise InputError if there are no training rows, or none that are held out although some should be.
+
+    Args:
+        splits: Splits that have rows.
+        held_out: Fraction of rows to hold out.
+        kind: "tokens" or "arrays".
+        names: Names of the sources.
+    """
     label = " ".join(names)
     rows = sum(split.rows for split in splits.values())
     if not rows:
@@ -166,7 +192,7 @@ class _SplitWriter:
             self._shard = None
 
 
-class _Tally:
+class Tally:
     """Classes and size of the vocabulary, counted while the data is written.
 
     If y is one integer per row, its values are classes counted from 0. Tokens, and an x of integers, are codes of a
@@ -182,6 +208,7 @@ class _Tally:
         self._largest_code = -1
 
     def add(self, split: str, columns: Columns) -> None:
+        """Count the rows of a block. Raises InputError for a class or code out of range."""
         if self._has_classes:
             classes = columns[-1].astype(np.int64)
             low, high = int(classes.min()), int(classes.max())
@@ -199,12 +226,27 @@ class _Tally:
                 raise InputError("source: x has negative integers, which cannot be codes; save x as floating point")
             self._largest_code = max(self._largest_code, int(columns[0].max()))
 
+    def state(self) -> dict[str, Any]:
+        """Return the counts as a value that JSON can represent, for `merge` on another rank."""
+        return {"counts": {split: c.tolist() for split, c in self._counts.items()}, "largest": self._largest_code}
+
+    def merge(self, state: dict[str, Any]) -> None:
+        """Add the counts of a `state`."""
+        for split, counts in state["counts"].items():
+            both = self._counts.get(split, np.zeros(0, np.int64)), np.array(counts, np.int64)
+            length = max(map(len, both))
+            one, other = (np.pad(each, (0, length - len(each))) for each in both)
+            self._counts[split] = one + other
+        self._largest_code = max(self._largest_code, state["largest"])
+
     def vocabulary(self) -> int | None:
+        """Return the size of the vocabulary, if there is one."""
         if not self._has_codes:
             return self._source.vocabulary
         return max(self._largest_code, -1 if self._source.document_end is None else self._source.document_end) + 1
 
     def classes(self) -> tuple[str, ...] | None:
+        """Return the names of the classes, if there are any."""
         if self._source.classes is not None or not self._has_classes:
             return self._source.classes
         return tuple(str(i) for i in range(max(len(counts) for counts in self._counts.values())))

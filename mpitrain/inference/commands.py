@@ -68,7 +68,7 @@ class Job:
         """
         if self.mesh is None:
             return make()
-        from mpitrain.trainer.folder import agree_on_errors
+        from mpitrain.data.folders import agree_on_errors
 
         return agree_on_errors(self.mesh.world, make)
 

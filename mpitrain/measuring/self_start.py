@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.early import RANK_NAMES
+from mpitrain.early import is_launched
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code_of
 from mpitrain.storage.text import counted
 
@@ -25,12 +25,6 @@ if TYPE_CHECKING:
 _RESULT = "MPITRAIN_RESULT"  # environment variable with the file for the result of a started job's rank 0
 _GRACE = 10.0  # seconds between SIGTERM and SIGKILL to mpirun
 _UNITS = {1: ("", "B"), 1 << 10: ("K", "KI", "KIB"), 1 << 20: ("M", "MI", "MIB")}  # bytes
-
-
-def is_launched() -> bool:
-    """Return whether mpirun, mpiexec or srun started this process as a rank of a job."""
-    by_mpi = any(name in os.environ for name in RANK_NAMES if name != "SLURM_PROCID")  # also set in a batch script
-    return by_mpi or int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1
 
 
 def run_command(act: Callable[[], int]) -> int:

@@ -16,6 +16,7 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import CPU, is_accelerator
 from mpitrain.config.settings import Config
 from mpitrain.data import Dataset
+from mpitrain.data.folders import agree_on_errors
 from mpitrain.errors import InputError, refusal
 from mpitrain.layers.precision import DTYPES
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
@@ -28,7 +29,6 @@ from mpitrain.parallel.rules import Combination, require_compatible
 from mpitrain.pipe.partition import Cut, check_slices, costs_by_rank, listed_blocks, require_look_back, time_costs
 from mpitrain.trainer.data import GroupPlaces, microbatch_size
 from mpitrain.trainer.engine import Engine, Microbatch
-from mpitrain.trainer.folder import agree_on_errors
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 

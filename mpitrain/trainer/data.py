@@ -7,20 +7,25 @@ The divisor depends only on the targets, so the ranks add their class counts bef
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
 
+from mpitrain.choices import Augmentation
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import CPU
 from mpitrain.config.settings import Config
 from mpitrain.data import Batch, Dataset, Description, Loader, Share, resolve, stage_on_nodes, staged_folder
+from mpitrain.data.folders import agree_on_errors
 from mpitrain.data.format import HELD_OUT, TRAIN
 from mpitrain.data.mix import check_data, data_paths, open_split
 from mpitrain.data.on_device import Augment, pin
+from mpitrain.data.user_dataset import ENDLESS, UserAugment, UserDataset
 from mpitrain.errors import refusal
 from mpitrain.layers.loss_terms import Counts, counted, counts_samples, counts_targets, criterion_of
 from mpitrain.layout.mesh import Mesh
@@ -28,7 +33,6 @@ from mpitrain.models.losses import WeightedCrossEntropy, cross_entropy
 from mpitrain.models.task import Task
 from mpitrain.pipe.schedule import default_microbatches
 from mpitrain.shard.virtual_workers import VirtualWorkers
-from mpitrain.trainer.folder import agree_on_errors
 
 _CHUNK = 1024  # samples read at a time to count classes
 
@@ -64,7 +68,7 @@ def open_data(config: Config, world: Communicator) -> tuple[Dataset, Dataset | N
     Raises:
         InputError: On all ranks, if any rank cannot read a data set, or if it is too small for a batch.
     """
-    paths, stage = data_paths(config), config.data.stage
+    paths, stage = [] if config.data.factory else data_paths(config), config.data.stage
     agree_on_errors(world, lambda: [resolve(path) for path in paths] if world.local_rank == 0 else None)
     for path in paths if stage else []:
         stage_on_nodes(world, path, Path(stage))
@@ -77,9 +81,33 @@ def open_data(config: Config, world: Communicator) -> tuple[Dataset, Dataset | N
         assert data is not None
         check_data(config, data)
         augment_of(config).check(data.description)
+        UserAugment(user_augmentations(config), config.run.seed)
         return data, held_out
 
-    return agree_on_errors(world, open_both)
+    data, held_out = agree_on_errors(world, open_both)
+    if isinstance(data, UserDataset):
+        _require_equal_data(config, world, data)
+    return data, held_out
+
+
+def _require_equal_data(config: Config, world: Communicator, data: UserDataset) -> None:
+    """Raise InputError unless data.factory made the same data set on all ranks. Collective."""
+    if data.is_stream and config.parallel.mode != "sync":
+        raise refusal(
+            f"data.factory {config.data.factory} is a stream, which needs parallel.mode sync, but the mode is "
+            f"{config.parallel.mode}; return a torch Dataset, or set parallel.mode to sync"
+        )
+    if config.train.epochs and len(data) == ENDLESS:
+        raise refusal(
+            f"train.epochs needs the length of the data, which the stream of data.factory {config.data.factory} does "
+            "not have; give it a method __len__, or set train.steps"
+        )
+    seen = world.all_gather_object([data.description.identity, data.fingerprint])
+    if other := next((rank for rank, each in enumerate(seen) if each != seen[0]), 0):
+        raise refusal(
+            f"data.factory {config.data.factory} gives other samples on rank {other} than on rank 0; return the whole "
+            "data set on every rank, with its random choices seeded: mpitrain divides it among the ranks"
+        )
 
 
 def batches(
@@ -95,12 +123,12 @@ def batches(
         device: Device that the batches are moved to later (see `on_device`).
         step: Steps done.
     """
-    augment = augment_of(config)
+    augment, workers = augmentation(config, data), config.data.workers
+    if isinstance(data, UserDataset) and (data.draws or data.is_stream):
+        workers = 0 if data.draws else min(1, workers)  # one thread reads a stream in order
 
     def finish(batch: Batch) -> Batch:
-        places = batch.position + batch.first + np.arange(len(batch.ids))
-        epochs = places if config.data.mix else places // len(data)  # in a mix, samples repeat at any time
-        return pin(replace(batch, x=augment(batch.x, batch.ids, epochs)), device)
+        return pin(augment(batch), device)
 
     return Loader(
         data,
@@ -109,14 +137,38 @@ def batches(
         share=share,
         position=position,
         warmup=config.train.batch_sizes.warmup_after(step),
-        workers=config.data.workers,
+        workers=workers,
         finish=finish,
     )
 
 
+def augmentation(config: Config, data: Dataset) -> Callable[[Batch], Batch]:
+    """Return the function that augments a batch for training.
+
+    Args:
+        config: The settings.
+        data: The training data set.
+    """
+    augment, user_augment = augment_of(config), UserAugment(user_augmentations(config), config.run.seed)
+
+    def change(batch: Batch) -> Batch:
+        places = batch.position + batch.first + np.arange(len(batch.ids))
+        epochs = places if config.data.mix else places // len(data)  # in a mix, samples repeat at any time
+        x, y = user_augment(replace(batch, x=augment(batch.x, batch.ids, epochs)), epochs)
+        return replace(batch, x=x, y=y)
+
+    return change
+
+
 def augment_of(config: Config) -> Augment:
     """Return the augmentation of training images."""
-    return Augment(config.data.augment, config.data.augment_padding, config.run.seed)
+    names = tuple(name for name in get_args(Augmentation) if name in config.data.augment)
+    return Augment(names, config.data.augment_padding, config.run.seed)
+
+
+def user_augmentations(config: Config) -> tuple[str, ...]:
+    """Return the user's own functions in data.augment."""
+    return tuple(name for name in config.data.augment if ":" in name)
 
 
 def microbatch_size(config: Config, mesh: Mesh, samples: int = 0) -> int:

@@ -16,13 +16,13 @@ from torch import nn
 
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device
+from mpitrain.data.folders import agree_on_errors
 from mpitrain.data.on_device import map_tensors
 from mpitrain.errors import InputError, MpitrainError, refusal
 from mpitrain.monitor.memory import host_memory_bytes, node_memory_bytes
 from mpitrain.planner.out_of_memory import ADVICE, categories_text, failed_allocation
 from mpitrain.storage.text import bytes_text
 from mpitrain.trainer.engine import Engine
-from mpitrain.trainer.folder import agree_on_errors
 from mpitrain.trainer.memory import measure_rank
 
 

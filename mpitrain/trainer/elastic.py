@@ -38,6 +38,7 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.faults import ulfm
 from mpitrain.comm.job.abort import exit_code, print_error
 from mpitrain.config.settings import Config
+from mpitrain.data.folders import agree_on_errors
 from mpitrain.errors import EXIT_REQUEUE, CommunicationError, InputError, MpitrainError
 from mpitrain.layout.mesh import axes_of, count_near, whole_groups_first
 from mpitrain.shard.virtual_workers import VirtualWorkers
@@ -45,7 +46,6 @@ from mpitrain.storage.hdf5 import crc32
 from mpitrain.storage.text import counted
 from mpitrain.trainer.data import microbatch_on
 from mpitrain.trainer.engine import Engine
-from mpitrain.trainer.folder import agree_on_errors
 from mpitrain.trainer.recording.records import Records
 from mpitrain.trainer.run import Callback, Restored, Run, Step
 from mpitrain.trainer.state import merge_states

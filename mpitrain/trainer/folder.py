@@ -9,15 +9,15 @@ import os
 import shlex
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
 
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
 from mpitrain.config.toml_file import read_toml
+from mpitrain.data.folders import agree_on_errors
 from mpitrain.data.format import TOKENIZER
 from mpitrain.errors import EXIT_INTERRUPTED, InputError, MpitrainError
 from mpitrain.monitor import open_rank_log
@@ -29,29 +29,12 @@ from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG, EVENTS, LOGS, rank_
 RUNS = Path("runs")  # parent of run folders whose name is not given
 AGAIN = "MPITRAIN_AGAIN"  # command by which a script of jobs/ was called, if it started this process
 _LOCK_TIMEOUT = 5.0  # seconds that the lock of a dead rank may remain
-T = TypeVar("T")
 
 
 class Interrupted(MpitrainError):
     """Error that ends a run after the user pressed Ctrl-C."""
 
     exit_code = EXIT_INTERRUPTED
-
-
-def agree_on_errors(world: Communicator, act: Callable[[], T]) -> T:
-    """Return `act()`, or raise on all ranks if it raises MpitrainError on any. Collective.
-
-    Args:
-        world: Ranks that call this.
-        act: Function without arguments.
-    """
-    try:
-        value = act()
-    except MpitrainError as error:
-        world.agree(error)
-        raise
-    world.agree(None)
-    return value
 
 
 class RunFolder:

@@ -19,6 +19,7 @@ from mpitrain.comm import Communicator, carry_device_memory, set_timeout
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.settings import Config
 from mpitrain.data import Dataset, Description
+from mpitrain.data.folders import agree_on_errors
 from mpitrain.errors import EXIT_DONE, refusal
 from mpitrain.layers.precision import convert
 from mpitrain.monitor.memory import memory_bytes
@@ -26,7 +27,6 @@ from mpitrain.planner.out_of_memory import ADVICE
 from mpitrain.planner.subject import description_of
 from mpitrain.storage.text import bytes_text, counted, duration_text
 from mpitrain.trainer.device import explain_out_of_memory, memory_limit, set_threads
-from mpitrain.trainer.folder import agree_on_errors
 from mpitrain.trainer.trainer import Trainer
 
 _STEPS = 3  # steps taken, of which the first one warms up

@@ -27,6 +27,7 @@ from mpitrain.comm import Communicator, carry_device_memory, init, set_timeout
 from mpitrain.comm.memory import device as devices
 from mpitrain.config.settings import Config, ConfigSource
 from mpitrain.data import Batch, Dataset
+from mpitrain.data.folders import agree_on_errors
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE
 from mpitrain.layout.mesh import BLOCKS, PARTS
 from mpitrain.loading import TASK, build_task, task_values
@@ -46,7 +47,7 @@ from mpitrain.trainer.data import (
 )
 from mpitrain.trainer.device import choose_device, explain_out_of_memory, set_threads
 from mpitrain.trainer.engine import Microbatch
-from mpitrain.trainer.folder import RunFolder, agree_on_errors
+from mpitrain.trainer.folder import RunFolder
 from mpitrain.trainer.held_out.measuring import LOSS, evaluate_samples, meter_of
 from mpitrain.trainer.modes.groups import Local, Synchronous
 from mpitrain.trainer.modes.served import Served

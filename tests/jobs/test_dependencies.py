@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from support import ROOT, clean_environment
 
-CORE = ("openmpi", "data", "digits", "hf", "metrics")  # extras that the core of the suite needs
+CORE = ("openmpi", "data", "digits", "hf", "metrics", "zarr")  # extras that the core of the suite needs
 TOOLS = ("hypothesis", "peft", "pytest", "pytest-mpi", "pytest-timeout")
 SERIAL = ["tests/test_config.py", "tests/test_storage.py", "tests/train/test_schedules.py"]
 SERIAL += ["tests/data", "tests/inference", "tests/models"]

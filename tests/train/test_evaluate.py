@@ -145,7 +145,7 @@ def test_table_is_evaluated_with_the_column_scaling_of_training(world, folder):
         prepare([str(folder / f"{name}.csv")], folder / name, options=PrepareOptions(scale="standard"), held_out=0.2)
     model = {"name": "mlp", "layers": 1, "width": 4}
     run(world, folder / "r", data={"path": str(folder / "old")}, model=model, train={"steps": 1, "batch": 4})
-    with pytest.raises(InputError, match="converted its columns to numbers in another way"):
+    with pytest.raises(InputError, match="converted its columns or variables in another way"):
         main([str(folder / "r"), "--data", str(folder / "new")], world)
     prepare([str(folder / "new.csv")], folder / "like", options=PrepareOptions(like=folder / "old"), held_out=0.2)
     result = evaluate(world, folder / "f.json", folder / "r", "--data", folder / "like")

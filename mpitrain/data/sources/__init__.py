@@ -31,7 +31,7 @@ GATHER_BYTES = 4 << 20
 MOST_CLASSES = 65536
 MOST_DIMENSIONS = 32  # HDF5's limit, for a field with its axis of rows
 T = TypeVar("T")
-_FINEST = 10**6  # largest denominator of a fraction, so that row numbers times it fit into 64 bits
+FINEST = 10**6  # largest denominator of a fraction, so that row numbers times it fit into 64 bits
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,12 @@ class PrepareOptions:
         allow_nonfinite: If true, accept nan and infinite numbers.
         skip_bad: If true, skip and count unreadable images, and table rows with another number of columns.
         classes: File with the names of the classes, one per line, for archives of images.
+        x: Variables of HDF5, NetCDF or Zarr files that become x.
+        y: Variables that become y.
+        samples: Axis of a variable along which the samples lie; default its first axis.
+        select: Ranges of axes as AXIS=FIRST:STOP, to which the variables are cut.
+        ahead: Number of rows by which y lies after x, for pairs of states on an axis of time.
+        in_place: If true, make an index of the files and read them where they lie, instead of a copy.
     """
 
     tokenizer: Path | None = None
@@ -141,6 +147,12 @@ class PrepareOptions:
     allow_nonfinite: bool = False
     skip_bad: bool = False
     classes: Path | None = None
+    x: tuple[str, ...] | None = None
+    y: tuple[str, ...] | None = None
+    samples: str | None = None
+    select: tuple[str, ...] | None = None
+    ahead: int | None = None
+    in_place: bool = False
 
     @property
     def text_fields(self) -> TextFields:
@@ -185,7 +197,7 @@ def finite(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         return np.isfinite(values.astype(np.float32, copy=False))
 
 
-def held_out_mask(start: int, count: int, fraction: float) -> npt.NDArray[np.bool_]:
+def held_out_mask(start: int, count: int, fraction: float | Fraction) -> npt.NDArray[np.bool_]:
     """Return True for each held-out row among `count` rows, bool [count].
 
     Args:
@@ -193,7 +205,7 @@ def held_out_mask(start: int, count: int, fraction: float) -> npt.NDArray[np.boo
         count: Number of rows.
         fraction: Fraction of rows to hold out, 0 to 0.5.
     """
-    exact = Fraction(fraction).limit_denominator(_FINEST)
+    exact = Fraction(fraction).limit_denominator(FINEST)
     if not exact:
         return np.zeros(count, np.bool_)
     p, q = exact.numerator, exact.denominator

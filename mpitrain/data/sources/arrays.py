@@ -72,7 +72,7 @@ def arrays_source(files: Sequence[Path], options: PrepareOptions) -> Source:
         raise InputError(f"source {files[0]}: use one .npz file, or .npy files named {_NAMES}")
     arrays = _read_members(archives[0]) if archives else {path.stem.lower(): _map_array(path) for path in files}
     train, test = _pair_arrays(arrays, str(files[0] if archives else files[0].parent))
-    x, y = (_make_field(name, array) for name, array in zip(("x", "y"), train, strict=True))
+    x, y = (make_field(name, array) for name, array in zip(("x", "y"), train, strict=True))
     if test:
         for train_array, test_array in zip(train, test, strict=True):
             if train_array.dtype != test_array.dtype or train_array.shape[1:] != test_array.shape[1:]:
@@ -159,7 +159,16 @@ def _pair_arrays(arrays: dict[str, Array], label: str) -> tuple[Pair, Pair | Non
     return train, pair("x_test", "y_test") if "x_test" in arrays else None
 
 
-def _make_field(name: str, array: Array) -> FieldSpec:
+def make_field(name: str, array: Array) -> FieldSpec:
+    """Return the field x or y of a data set whose rows are those of an array.
+
+    Args:
+        name: "x" or "y".
+        array: Array of the field.
+
+    Raises:
+        InputError: The array has too many dimensions, or a dtype that no model gets.
+    """
     kind, size = array.dtype.kind, array.dtype.itemsize
     if len(array.shape) > MOST_DIMENSIONS:
         raise InputError(f"{array.label} has {len(array.shape)} dimensions; use at most {MOST_DIMENSIONS}")

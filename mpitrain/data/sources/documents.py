@@ -1,4 +1,4 @@
-"""Text input: separate documents in JSON lines, JSON arrays and parquet, or plain text files.
+"""Text input: separate documents in JSON lines, JSON arrays, parquet and Arrow, or plain text files.
 
     {"text": "..."}                          a stream of tokens, an end-of-document token after each document
     {"prompt": "...", "completion": "..."}   whole pairs packed into samples; tokens of prompts are not trained on
@@ -24,7 +24,7 @@ import numpy as np
 from mpitrain.data.format import HELD_OUT, TRAIN
 from mpitrain.data.sources import Block, PrepareOptions, Source, TextFields, held_out_mask, streams, token_source
 from mpitrain.data.sources.encoder import Encoder, Packer, Tokens, make_encoder
-from mpitrain.data.sources.table_files import parquet_columns, parquet_schema
+from mpitrain.data.sources.table_files import ARROW, arrow_columns, arrow_schema
 from mpitrain.errors import InputError
 
 LINES = frozenset((".jsonl", ".ndjson"))
@@ -37,7 +37,7 @@ _KINDS = {bool: "true or false", int: "a number", float: "a number", list: "a li
 
 
 def is_documents(path: Path, fields: TextFields) -> bool:
-    """Return True if a file is JSON lines, a JSON array of objects, or parquet with the given fields as text.
+    """Return True if a file is JSON lines, a JSON array of objects, or parquet or Arrow with the given fields as text.
 
     Args:
         path: File to look at.
@@ -54,9 +54,9 @@ def is_documents(path: Path, fields: TextFields) -> bool:
                 return isinstance(json.loads(file.readline(streams.CHUNK)), dict)
             except ValueError:
                 return False
-    if suffix != ".parquet":
+    if suffix not in ARROW:
         return False
-    schema = parquet_schema(path)
+    schema = arrow_schema(path)
     return all(name in schema.names and _is_text(schema.field(name).type) for name in fields.names)
 
 
@@ -71,7 +71,7 @@ def documents_of(path: Path, fields: TextFields, encoding: str | None = None) ->
     Raises:
         InputError: A line or row is broken, or lacks a field; the message names it.
     """
-    if streams.plain_suffix(path) == ".parquet":
+    if streams.plain_suffix(path) in ARROW:
         return _rows(path, fields)
     if streams.plain_suffix(path) == ".json" and _is_array(path):
         return _elements(path, fields, encoding)
@@ -125,14 +125,18 @@ def documents_source(files: Sequence[Path], options: PrepareOptions, read: Read 
 
 
 def splits_by_name(files: Sequence[Path]) -> dict[Path, str] | None:
-    """Return the split of each file by its name; None unless some files are named train... and some val....
+    """Return the split of each file by its name, for Arrow that of its folder.
+
+    It is None unless some are named train... and some val....
 
     Files of the held-out split are named val, validation, dev or test....
 
     Raises:
         InputError: Some files have names of both splits, and another file of neither.
     """
-    matches = {path: _SPLIT.match(streams.plain_stem(path)) for path in files}
+    # Hugging Face's `datasets` names the folder of the split, and the file data-00000-of-00001.arrow
+    named = {path: path.parent.name if path.suffix == ".arrow" else streams.plain_stem(path) for path in files}
+    matches = {path: _SPLIT.match(name) for path, name in named.items()}
     splits = {path: TRAIN if match[1] == "train" else HELD_OUT for path, match in matches.items() if match}
     if set(splits.values()) != {TRAIN, HELD_OUT}:
         return None
@@ -244,9 +248,9 @@ def _texts(content: Any, fields: TextFields, where: str) -> tuple[str, ...]:
 
 
 def _rows(path: Path, fields: TextFields) -> Iterator[tuple[str, ...]]:
-    _texts(dict.fromkeys(parquet_schema(path).names, ""), fields, str(path))
+    _texts(dict.fromkeys(arrow_schema(path).names, ""), fields, str(path))
     row = 0
-    for columns in parquet_columns(path, fields.names, _ROWS_AT_ONCE):
+    for columns in arrow_columns(path, fields.names, _ROWS_AT_ONCE):
         for texts in zip(*columns, strict=True):
             row += 1
             yield _texts(dict(zip(fields.names, texts, strict=True)), fields, f"{path}, row {row}")

@@ -353,11 +353,36 @@ def _choose_columns(table: TableFile, at: int, options: PrepareOptions) -> list[
 Doubles = npt.NDArray[np.float64]
 
 
+Moments = tuple[Doubles, Doubles, Doubles]  # of each column: count, mean, and sum of squared differences from it
+
+
+def moments_of(block: Floats) -> Moments:
+    """Return the moments of the columns of a block [rows, columns]; nan and infinite numbers are ignored."""
+    finite_mask = np.isfinite(block)
+    count, x = finite_mask.sum(0).astype(np.float64), block.astype(np.float64)
+    mean = np.where(finite_mask, x, 0).sum(0) / np.maximum(count, 1)
+    return count, mean, (np.where(finite_mask, x - mean, 0) ** 2).sum(0)
+
+
+def combine_moments(one: Moments | None, other: Moments) -> Moments:
+    """Return the moments of two sets of rows together.
+
+    This is the pairwise algorithm of Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample Variance"; sums
+    of squares would lose the deviation of a column with a comparatively large mean.
+
+    Args:
+        one: Moments of a set; None if it is empty.
+        other: Moments of the other set.
+    """
+    if one is None:
+        return other
+    shift, total = other[1] - one[1], np.maximum(one[0] + other[0], 1)
+    squares = one[2] + (other[2] + shift**2 * one[0] * other[0] / total)
+    return one[0] + other[0], one[1] + shift * other[0] / total, squares
+
+
 def moments(blocks: Iterable[Floats], columns: int) -> tuple[Doubles, Doubles, Doubles]:
     """Compute the count, mean and deviation of each column over all rows, in float64.
-
-    Blocks are combined by the pairwise algorithm of Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample
-    Variance"; sums of squares would lose the deviation of a column with a comparatively large mean.
 
     Args:
         blocks: Blocks of rows, each [rows, columns]; nan and infinite numbers are ignored.
@@ -366,15 +391,10 @@ def moments(blocks: Iterable[Floats], columns: int) -> tuple[Doubles, Doubles, D
     Returns:
         (counts, means, deviations), each float64 [columns].
     """
-    count, mean, squares = np.zeros(columns), np.zeros(columns), np.zeros(columns)
+    sums: Moments = (np.zeros(columns), np.zeros(columns), np.zeros(columns))
     for block in blocks:
-        finite_mask = np.isfinite(block)
-        block_count, x = finite_mask.sum(0), block.astype(np.float64)
-        block_mean = np.where(finite_mask, x, 0).sum(0) / np.maximum(block_count, 1)
-        shift, total = block_mean - mean, np.maximum(count + block_count, 1)
-        squares += (np.where(finite_mask, x - block_mean, 0) ** 2).sum(0) + shift**2 * count * block_count / total
-        mean += shift * block_count / total
-        count += block_count
+        sums = combine_moments(sums, moments_of(block))
+    count, mean, squares = sums
     return count, mean, np.sqrt(squares / np.maximum(count, 1))
 
 

@@ -32,17 +32,19 @@ from mpitrain.data.format import ColumnSpec
 from mpitrain.data.sources import finite
 from mpitrain.data.sources.streams import open_stream, plain_suffix
 from mpitrain.errors import InputError
+from mpitrain.storage.disk import open_plain
 
 Cell = str | float | None
 Ragged = Callable[[str], object]
 Blocks = Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]  # line numbers of rows, cells of each column
 Unfit = Callable[[int, str], object]  # number of a row, and its problem
-CSV, PARQUET = (".csv", ".tsv"), (".parquet",)
+CSV, ARROW = (".csv", ".tsv"), (".parquet", ".arrow")  # the latter are read by Arrow
 LARGEST = float(np.finfo(np.float32).max)
 _MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "<na>"))
 _CELLS = 1 << 17  # cells of a block; as Python numbers they take 32 bytes each
 _LONGEST_LINE = 16 << 20
 _TEXT_COLUMN = "text"
+_ARROW_FILE = b"ARROW1"  # first bytes of the file form; the stream form has none
 _ARROW_TYPES = ("integer", "floating", "boolean", "null", "string", "large_string")  # allowed for cells
 
 
@@ -79,7 +81,7 @@ class TableFile:
                 blocks before and after it; the row is skipped. None: such a row raises InputError.
         """
         if not self.delimiter:
-            yield from _parquet_blocks(self.path, chosen)
+            yield from _arrow_blocks(self.path, chosen)
             return
         rows = _lines(self.path, self.delimiter, skip=self.header is not None)
         while block := _block(rows, max(1, _CELLS // self.columns)):
@@ -117,13 +119,13 @@ def _block(rows: Iterator[tuple[int, list[str]]], most: int) -> list[tuple[int, 
 def is_table(path: Path) -> bool:
     """Return True if a file is a table, judged by its name.
 
-    A Parquet file with a column of texts called text is not a table.
+    A Parquet or Arrow file with a column of texts called text is not a table.
     """
     if plain_suffix(path) in CSV:
         return True
-    if path.suffix.lower() not in PARQUET:
+    if path.suffix.lower() not in ARROW:
         return False
-    schema = parquet_schema(path)
+    schema = arrow_schema(path)
     return _TEXT_COLUMN not in schema.names or str(schema.field(_TEXT_COLUMN).type) not in ("string", "large_string")
 
 
@@ -137,8 +139,8 @@ def open_table(path: Path, *, least: int = 2) -> TableFile:
     Raises:
         InputError: The file is empty, not readable, or has too few columns.
     """
-    if path.suffix.lower() in PARQUET:
-        schema = parquet_schema(path)
+    if path.suffix.lower() in ARROW:
+        schema = arrow_schema(path)
         if len(schema.names) < least:
             raise InputError(f"table {path} has one column; it needs inputs and a label")
         return TableFile(path, tuple(schema.names), len(schema.names), "")
@@ -209,10 +211,10 @@ def _lines(path: Path, delimiter: str, *, skip: bool) -> Iterator[tuple[int, lis
             raise InputError(f"table {path} is not UTF-8 after line {reader.line_num}; convert it to UTF-8") from None
 
 
-def _parquet_blocks(path: Path, chosen: Sequence[int]) -> Blocks:
+def _arrow_blocks(path: Path, chosen: Sequence[int]) -> Blocks:
     from pyarrow import types
 
-    schema, start = parquet_schema(path), 1
+    schema, start = arrow_schema(path), 1
     names = [schema.names[i] for i in chosen]
     for name, kind in ((name, schema.field(name).type) for name in names):
         element_type = kind.value_type if types.is_dictionary(kind) else kind
@@ -221,30 +223,57 @@ def _parquet_blocks(path: Path, chosen: Sequence[int]) -> Blocks:
                 f"table {path}, column {name}: {element_type} is neither a number nor text; convert it, or leave the "
                 f"column out with --drop {name}"
             )
-    for columns in parquet_columns(path, names, max(1, _CELLS // max(1, len(names)))):
+    for columns in arrow_columns(path, names, max(1, _CELLS // max(1, len(names)))):
         yield range(start, start + len(columns[0])), columns
         start += len(columns[0])
 
 
-# -- Parquet
+# -- Parquet and Arrow
 
 
-def parquet_schema(path: Path) -> Any:
-    """Return the schema of a Parquet file, as an Arrow schema."""
-    return _parquet(path).schema_arrow
+def arrow_schema(path: Path) -> Any:
+    """Return the Arrow schema of a Parquet or Arrow file."""
+    if path.suffix.lower() != ".arrow":
+        return _parquet(path).schema_arrow
+    with _arrow_errors(path, "not a complete Arrow file"), _open_arrow(path) as (schema, _):
+        return schema
 
 
-def parquet_columns(path: Path, names: Sequence[str], rows: int) -> Iterator[list[Any]]:
-    """Yield some columns of a Parquet file in blocks; each column is a list of Python values.
+def arrow_columns(path: Path, names: Sequence[str], rows: int) -> Iterator[list[Any]]:
+    """Yield some columns of a Parquet or Arrow file in blocks; each column is a list of Python values.
 
     Args:
-        path: Parquet file.
+        path: Parquet or Arrow file.
         names: Names of the columns.
         rows: Largest number of rows in a block.
     """
-    with _arrow_errors(path, "damaged"):
-        for batch in _parquet(path).iter_batches(rows, columns=list(names)):
-            yield [batch.column(name).to_pylist() for name in names]
+    if path.suffix.lower() != ".arrow":
+        with _arrow_errors(path, "damaged"):
+            for batch in _parquet(path).iter_batches(rows, columns=list(names)):
+                yield [batch.column(name).to_pylist() for name in names]
+        return
+    with _arrow_errors(path, "damaged"), _open_arrow(path) as (_, batches):
+        for whole in batches:
+            whole.validate(full=True)  # Arrow would follow any offsets in the file
+            for first in range(0, whole.num_rows, rows):
+                batch = whole.slice(first, rows)
+                yield [batch.column(name).to_pylist() for name in names]
+
+
+@contextmanager
+def _open_arrow(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
+    """Yield the schema and the record batches of an Arrow file: a stream, as Hugging Face writes it, or a file."""
+    with require_package(f"{path} needs", "pyarrow"):
+        import pyarrow
+        from pyarrow import ipc
+    with open_plain(path) as plain, pyarrow.PythonFile(plain, "r") as file:  # a memory map ends the process on errors
+        if plain.read(len(_ARROW_FILE)) == _ARROW_FILE:
+            reader = ipc.open_file(file)
+            yield reader.schema, map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            plain.seek(0)
+            stream = ipc.open_stream(file)
+            yield stream.schema, iter(stream)
 
 
 def _parquet(path: Path) -> Any:
@@ -263,6 +292,8 @@ def _arrow_errors(path: Path, what: str) -> Iterator[None]:
         except Exception as error:
             if type(error).__module__.startswith("pyarrow") or (isinstance(error, OSError) and error.errno is None):
                 raise InputError(f"{path} is {what} ({str(error).splitlines()[0]:.120}); restore that file") from None
+            if isinstance(error, (MemoryError, UnicodeDecodeError)):
+                raise InputError(f"{path} is {what} ({type(error).__name__}); restore that file") from None
             raise
 
 

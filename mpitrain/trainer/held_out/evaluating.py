@@ -23,13 +23,14 @@ from mpitrain.config.named import require_outside
 from mpitrain.config.settings import Config, parse
 from mpitrain.config.toml_file import read_toml
 from mpitrain.data import Dataset, Description, open_dataset, resolve
-from mpitrain.data.format import ColumnSpec
+from mpitrain.data.folders import agree_on_errors
+from mpitrain.data.format import ColumnSpec, VariableSpec
+from mpitrain.data.mix import data_paths, open_split
 from mpitrain.errors import CheckpointError, InputError, refusal
 from mpitrain.loading import require_trusted
 from mpitrain.models.metrics import Confusion, measures_of
 from mpitrain.storage.run_folder import CONFIG
 from mpitrain.trainer.device import explain_out_of_memory, set_threads
-from mpitrain.trainer.folder import agree_on_errors
 from mpitrain.trainer.held_out.measuring import evaluate_samples
 from mpitrain.trainer.state import OPTIMIZER
 from mpitrain.trainer.trainer import Trainer
@@ -104,7 +105,7 @@ class Evaluator(Trainer):
         counts = {name: value for name, value in self.meter.counts.items() if name == Confusion.name}
         classes = self.data.description.classes or ()
         matrix = Confusion(len(classes)).matrix(counts[Confusion.name]) if counts else None
-        return Evaluation(folder, manifest.step, self.config.data.path, samples, figures, classes, matrix)
+        return Evaluation(folder, manifest.step, data_paths(self.config)[0], samples, figures, classes, matrix)
 
     def open_data(self) -> tuple[Dataset, Dataset | None]:
         """Return the samples to evaluate in place of training samples, and None. Collective."""
@@ -112,6 +113,11 @@ class Evaluator(Trainer):
 
     def _open(self, path: str, split: str) -> Dataset:
         world, sequence = self.world, self.config.model.sequence
+        if self.config.data.factory and self.request.data is None:
+            agree_on_errors(world, self._require_trusted)
+            if (data := agree_on_errors(world, lambda: open_split(self.config, split))) is None:
+                raise refusal(f"data.factory {self.config.data.factory} has no {split} samples; choose another --split")
+            return data
         agree_on_errors(world, lambda: resolve(path) if world.local_rank == 0 else None)
         return agree_on_errors(world, lambda: open_dataset(resolve(path), split, sequence=sequence))
 
@@ -137,6 +143,8 @@ class Evaluator(Trainer):
         for metric in () if self.request.trust else self.config.train.metrics:
             if ":" in metric:
                 require_outside("train.metrics", metric, self.request.run)
+        if self.config.data.factory and not self.request.trust:
+            require_outside("data.factory", self.config.data.factory, self.request.run)
 
     def _parts_without_states(self, manifest: Manifest) -> list[Part]:
         """Return the parts to read, without optimizer states, which an evaluation does not need."""
@@ -170,11 +178,15 @@ class Evaluator(Trainer):
         if trained is None:
             return
         description = self._open(path, self.request.split).description
-        columns = trained.get("columns")
-        if columns and tuple(ColumnSpec(**each) for each in columns) != description.columns:
+        columns = tuple(ColumnSpec(**each) for each in trained.get("columns") or ())
+        variables = [VariableSpec(**each).meaning for each in trained.get("variables") or ()]
+        if columns not in ((), description.columns) or variables not in (
+            [],
+            [each.meaning for each in description.variables or ()],
+        ):
             raise refusal(
-                f"data set {path or 'of data.path'} converted its columns to numbers in another way than the training "
-                f"data of {self.request.run}; prepare it with --like and that data set"
+                f"data set {path or 'of data.path'} converted its columns or variables in another way than the "
+                f"training data of {self.request.run}; prepare it with --like and that data set"
             )
         for key, value in _data_properties(description).items():
             if trained.get(key, value) != value:
@@ -246,7 +258,7 @@ def _settings(request: Namespace, flags: Sequence[str]) -> Config:
     for section, flagged in overrides.items():
         values.setdefault(section, {}).update(flagged)
     if request.data is not None:
-        values["data"]["path"] = request.data
+        values["data"] |= {"path": request.data, "factory": "", "options": {}}
     values["run"]["dir"] = str(request.run)
     return Config.from_dict(values, f"{path} with the command line")
 

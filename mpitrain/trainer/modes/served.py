@@ -33,7 +33,7 @@ from mpitrain.loose.server import ServedWorker, Server
 from mpitrain.loose.sharding import Roles, ServedSharding, ServerShares, squares
 from mpitrain.shard.ddp import broadcast_state, broadcast_tensors
 from mpitrain.shard.virtual_workers import VirtualWorkers
-from mpitrain.trainer.data import GroupPlaces, augment_of
+from mpitrain.trainer.data import GroupPlaces, augmentation
 from mpitrain.trainer.elastic import Survivors, TooFewRanks
 from mpitrain.trainer.engine import Engine, StepResult
 from mpitrain.trainer.memory import MemoryAccount
@@ -375,9 +375,9 @@ class Session:
         lo, hi = self._bounds(portion)
         begin = self.position(portion.step - 1)
         ids = self._order.ids(begin + lo, hi - lo)
-        x, y = map(torch.from_numpy, trainer.data.read(ids))
-        x = augment_of(trainer.config)(x, ids, np.arange(begin + lo, begin + hi) // len(trainer.data))
-        return next(on_device(iter([pin(Batch(ids, x, y, begin), to=trainer.device)]), trainer.device))
+        x, y = map(torch.from_numpy, trainer.data.read_at(ids, np.arange(begin + lo, begin + hi)))
+        batch = augmentation(trainer.config, trainer.data)(Batch(ids, x, y, begin, lo))
+        return next(on_device(iter([pin(batch, to=trainer.device)]), trainer.device))
 
     def _step(self, record: StepRecord, *, is_last: bool) -> Step:
         """Return a step in the form that the trainer uses."""

@@ -25,10 +25,10 @@ from mpitrain.comm import Communicator, Work
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.run import timeline_steps
 from mpitrain.config.settings import Config
+from mpitrain.data.folders import agree_on_errors
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.monitor.timeline.merging import describe, merge
 from mpitrain.monitor.timeline.spans import Spans, recording_folder, write_rank
-from mpitrain.trainer.folder import agree_on_errors
 from mpitrain.trainer.recording.step_memory import StepMemory
 from mpitrain.trainer.run import Callback, Run, Step
 
