@@ -15,7 +15,7 @@ from mpitrain.config.settings import choices_of, sections
 from mpitrain.errors import InputError
 
 _WITH_SETTINGS = ("train", "evaluate", "plan")  # commands that accept --section.key value
-_HOMES = {"data": "data.__main__", "checkpoint": "checkpoint.__main__"}  # modules of commands that are folders
+_HOMES = {"data": "data.__main__", "checkpoint": "checkpoint.__main__", "run": "run.__main__"}  # modules of commands that are folders
 
 
 def script(shell: str, commands: Mapping[str, str]) -> str:
