@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import Dataset, _utils, dataloader
 
 from mpitrain.run.layouts import Rows
+from mpitrain.run.regions import Regions
 from mpitrain.run.session import ScriptRun
 from mpitrain.run.tensors import BatchMemory, BatchTensor
 from mpitrain.run.workers import WorkersInProcess
@@ -46,6 +47,7 @@ class Batches:
         self._number = 0
         self._batch_dims: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
         self._inside = 0
+        self._regions = Regions(session)
 
     def install(self) -> None:
         """Replace torch's functions that make batches, and the call of a module."""
@@ -61,7 +63,12 @@ class Batches:
         def next_batch(self: Any) -> Any:
             return batches._next(following, self)
 
+        regions = self._regions
+        regions.install()
+
         def call_module(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if regions.region is not None:
+                return call(self, *args, **kwargs)
             return batches._call(call, self, args, kwargs)
 
         def get_iterator(self: Any) -> Any:
@@ -93,7 +100,7 @@ class Batches:
         except Exception:  # every rank reads all again, and then all get the error that one process gets
             failed = True
         changed = not _same(before, _random_states()) or attributes != _attributes(fetcher.dataset)
-        if session.any(failed or changed):
+        if session.meet("samples that were read", failed or changed):
             fetcher.reads_own_rows = False
             _restore(before)
             return fetch(fetcher, index)
@@ -132,32 +139,44 @@ class Batches:
 
     def _call(self, call: Any, module: Any, args: Any, kwargs: Any) -> Any:
         """Call a module; cut whole tensors where they enter the outermost one that has parameters."""
-        if self._inside or self._session.alone or torch._C._functorch.peek_interpreter_stack() is not None:
+        if (
+            self._session.alone
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or not self._session.is_main()
+        ):
             return call(module, *args, **kwargs)
-        first = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
-        if type(first) is not torch.Tensor or first.dim() < 2 or next(module.parameters(), None) is None:
-            return call(module, *args, **kwargs)
-        dim = self._batch_dims.get(module)
-        if dim is None:
-            dim = int(any(getattr(m, "batch_first", True) is False for m in module.modules()))
-            self._batch_dims[module] = dim
-        n = first.shape[dim]
-        if n >= self._session.size and self._session.is_main():
-            if first.device.type != "cpu":
-                raise RuntimeError(f"mpitrain.run trains on the CPU; the script has a batch on {first.device}")
-            rows = self._session.layouts.share(n)
-            self._compare((args, kwargs))
-
-            def cut(x: Any) -> Any:
-                fits = type(x) is torch.Tensor and x.dim() > dim and x.shape[dim] == n
-                return _CutRows.apply(x, self._session, dim, rows) if fits else x
-
-            args, kwargs = [cut(x) for x in args], {name: cut(x) for name, x in kwargs.items()}
+        if not self._inside and torch._C._current_graph_task_id() == -1:
+            args, kwargs = self._cut(module, args, kwargs)
         self._inside += 1
         try:
-            return call(module, *args, **kwargs)
+            return self._regions.call(call, module, args, kwargs)
         finally:
             self._inside -= 1
+
+    def _cut(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of a module with the rows of this rank in place of whole tensors."""
+        first = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
+        if type(first) is BatchTensor:
+            dim, rows = first.division.at, first.division.rows
+        elif type(first) is torch.Tensor and first.dim() > 1 and next(module.parameters(), None) is not None:
+            if module not in self._batch_dims:
+                sequence_first = any(getattr(m, "batch_first", True) is False for m in module.modules())
+                self._batch_dims[module] = int(sequence_first)
+            dim = self._batch_dims[module]
+            rows = self._session.layouts.share(first.shape[dim])
+            if rows.total < self._session.size:
+                return args, kwargs
+            if first.device.type != "cpu":
+                raise RuntimeError(f"mpitrain.run trains on the CPU; the script has a batch on {first.device}")
+            self._compare((args, kwargs))
+        else:
+            return args, kwargs
+
+        def cut(x: Any) -> Any:
+            fits = type(x) is torch.Tensor and x.dim() > dim and x.shape[dim] == rows.total
+            return _CutRows.apply(x, self._session, dim, rows) if fits else x
+
+        return [cut(x) for x in args], {name: cut(x) for name, x in kwargs.items()}
 
 
 class _CutRows(torch.autograd.Function):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -67,6 +67,7 @@ class OperationPlan:
         outcomes: Outcome of each result, in order.
         in_place: True if the operation writes into its first argument and returns it.
         shares: True if the result is a view of the first argument.
+        cuts: True if it takes this rank's rows of whole arguments.
     """
 
     function: Callable[..., Any] | None
@@ -75,6 +76,11 @@ class OperationPlan:
     outcomes: Sequence[RowsOutcome | str | None] = ()
     in_place: bool = False
     shares: bool = False
+    cuts: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        parts = tree_flatten([self.parts, self.named_parts])[0]
+        object.__setattr__(self, "cuts", any(isinstance(part, RowsPart) for part in parts))
 
 
 Planner = Callable[[Any, tuple[Any, ...], dict[str, Any]], OperationPlan]
@@ -109,6 +115,8 @@ def plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationP
         kwargs: Keyword arguments.
     """
     planner = PLANNERS.get(func)
+    if planner is None and torch.Tag.nondeterministic_seeded in func.tags:
+        return GATHER  # every rank draws for the whole batch
     if planner is None and torch.Tag.pointwise in func.tags:
         planner = _pointwise
     try:
@@ -386,6 +394,11 @@ def _samples(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operat
         return part_along(x, 0, rows) if divided else AS_IS
 
     shape = layout.shape
+    if name == "embedding":
+        values = names_of(func, args, kwargs)
+        need(not values.get("scale_grad_by_freq") and not values.get("sparse"))  # these count, or list, the whole batch
+    if name == "embedding_dense_backward":
+        need(not names_of(func, args, kwargs)["scale_grad_by_freq"])
     if name == "constant_pad_nd":
         need(len(args[1]) < len(shape) * 2)
     if name.startswith("native_layer_norm"):
@@ -435,7 +448,10 @@ def _along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operatio
 
     def total(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         if name == "mean":
-            return aten.sum.dim_IntList(x, dims, values.get("keepdim", False), dtype=values.get("dtype")) / divisor
+            kind = values.get("dtype") or x.dtype
+            wide = torch.promote_types(kind, torch.float32)  # where the sum of a mean in half precision would overflow
+            out = aten.sum.dim_IntList(x, dims, values.get("keepdim", False), dtype=wide) / divisor
+            return out.to(kind)
         return aten.sum.dim_IntList(x, dims, values.get("keepdim", False), dtype=values.get("dtype"))
 
     return OperationPlan(total, [LOCAL] + [AS_IS] * (len(args) - 1), {}, [SUMMAND])

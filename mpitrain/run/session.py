@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import torch
 
 from mpitrain.errors import EXIT_FAILED, InputError, printable
 from mpitrain.run.layouts import Layouts, Rows
+from mpitrain.run.pending import PendingSums
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -36,7 +36,9 @@ class ScriptRun:
         folder: Folder of the script, whose files are its own code.
         layouts: Layouts of all batches.
         plans: OperationPlan of each operation, by its arguments.
-        pending: Sums that have not been exchanged yet.
+        sums: Sums that have not been exchanged yet.
+        crossings: Number of operations so far whose result for one row depends on others, on its number or on chance.
+        results: Batches that operations have made, while a module is observed; None at other times.
         gathered: Operations that ran on the whole batch on every rank, with their places in the script.
         alone: True while ranks run different code on purpose, as when each reads its own samples.
 
@@ -50,16 +52,16 @@ class ScriptRun:
         self.folder = os.path.dirname(os.path.abspath(script)) + os.sep
         self.layouts = Layouts(world.rank, world.size)
         self.plans: dict[tuple[object, ...], Any] = {}
-        self.pending: list[weakref.ref[Any]] = []
+        self.sums = PendingSums(self)
+        self.crossings = 0
+        self.results: list[torch.Tensor] | None = None
         self.gathered: Counter[str] = Counter()
         self.alone = False
         self.errors: TextIO = sys.stderr
         self._home = os.getpid(), threading.get_ident()
-        self._codes = torch.zeros(2, dtype=torch.int64)
+        self._codes = torch.zeros(3, dtype=torch.int64)
         self._view = self._codes.numpy()
         self._compare: Any = world.all_reduce_init(self._codes, "max")
-        self._flag = torch.zeros(1, dtype=torch.int64)
-        self._compare_flags: Any = world.all_reduce_init(self._flag, "max")
         self._memory = world.arena(_FIRST_CAPACITY, torch.uint8)
         self._slots: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
@@ -93,22 +95,28 @@ class ScriptRun:
         finally:
             self.alone = before
 
-    def meet(self, what: str) -> None:
+    def meet(self, what: str, flag: bool = False) -> bool:
         """Compare with the other ranks that all are about to do the same; end the job with one line if not.
 
         Args:
             what: Operation, and the values that must be equal.
+            flag: Flag of this rank.
+
+        Returns:
+            True if the flag of any rank is true.
         """
         if self.size == 1:
-            return
+            return flag
         if not self.is_main():
             raise InputError(f"mpitrain.run: {what} outside the script's main thread; ranks only meet in that one")
         text = what + self.place()
         self._view[0] = code = zlib.crc32(text.encode())
         self._view[1] = -code
+        self._view[2] = flag
         self._compare()
         if self._view[0] != -self._view[1]:
             self._part(text)
+        return bool(self._view[2])
 
     def _part(self, text: str) -> NoReturn:
         texts = self.world.all_gather_object(text)
@@ -133,12 +141,6 @@ class ScriptRun:
 
     # -- exchanges
 
-    def any(self, flag: bool) -> bool:
-        """Return whether the flag of any rank is true. Collective."""
-        self._flag[0] = int(flag)
-        self._compare_flags()
-        return bool(self._flag[0])
-
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, with the same bits on every rank. Collective.
 
@@ -147,6 +149,7 @@ class ScriptRun:
         Args:
             x: Summand of this rank.
         """
+        self.crossings += 1
         self.meet(f"the sum of {tuple(x.shape)} {x.dtype}")
         if x.numel() == 0:
             return x.clone()
@@ -171,6 +174,7 @@ class ScriptRun:
         """
         first = local.movedim(at, 0)
         shape = (rows.total, *first.shape[1:])
+        self.crossings += 1
         self.meet(f"the rows of {shape} {local.dtype}")
         numel, each = rows.length * (first[:1].numel()), first[:1].numel() * local.element_size()
         if each == 0:

@@ -61,6 +61,7 @@ def _draw_in_place(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs:
     """Draw for the whole batch, as one process does, and keep this rank's rows."""
     x = args[0]
     need(layout_of(x) is not None and all(layout_of(y) is None for y in args[1:]))
+    session.crossings += 1
     whole = func(_whole_like(x), *args[1:], **kwargs)
     x.local.copy_(x.division.rows.cut(whole, x.division.at))
     x.record_write()
@@ -71,6 +72,7 @@ def _draw_in_place(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs:
 def _draw_like(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw for the whole batch, and return this rank's rows."""
     layout: RowLayout = args[0].division
+    session.crossings += 1
     whole = func(_whole_like(args[0]), *args[1:], **kwargs)
     return OnRows(layout.rows.cut(whole, layout.at).clone(), layout.at, layout.rows)
 

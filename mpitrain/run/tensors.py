@@ -11,7 +11,6 @@ meantime, and what is written to it goes to the rows of the batch.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from mpitrain.run.layouts import RowLayout
+from mpitrain.run.pending import Cell
 from mpitrain.run.rules import (
     AS_IS,
     GATHER,
@@ -139,6 +139,8 @@ class BatchTensor(WholeTensor):
         )
         self.session, self.local, self.division, self.memory = session, local, layout, memory or BatchMemory()
         self._copy, self._copied_at = None, -1
+        if session.results is not None:
+            session.results.append(self)
         return self
 
     def whole(self) -> torch.Tensor:
@@ -176,36 +178,35 @@ class BatchTensor(WholeTensor):
             )
 
 
-class Cell:
-    """Memory with a summand of this rank, or later with the sum.
-
-    Attributes:
-        local: The memory, as a dense tensor.
-        is_pending: True until the ranks have exchanged it.
-    """
-
-    def __init__(self, session: ScriptRun, local: torch.Tensor) -> None:
-        self.local, self.is_pending = local, True
-        session.pending.append(weakref.ref(self))
-
-
 class PendingSum(WholeTensor):
     """Sum over the ranks that is exchanged when somebody reads it, in one message with all others that are pending."""
 
     cell: Cell
+    views: tuple[tuple[Any, tuple[Any, ...]], ...]
 
-    def __new__(cls, session: ScriptRun, local: torch.Tensor, cell: Cell | None = None) -> PendingSum:
+    def __new__(cls, session: ScriptRun, cell: Cell, views: tuple[tuple[Any, tuple[Any, ...]], ...] = ()) -> PendingSum:
+        local = _view(cell.local, views)
         self = torch.Tensor._make_wrapper_subclass(
             cls, local.shape, strides=local.stride(), dtype=local.dtype, device=local.device
         )
-        self.session, self.local, self.cell = session, local, cell or Cell(session, local)
+        self.session, self.cell, self.views = session, cell, views
         return self
+
+    @property
+    def local(self) -> torch.Tensor:  # type: ignore[override]
+        return _view(self.cell.local, self.views)
 
     def whole(self) -> torch.Tensor:
         """Return the sum. Collective."""
         if self.cell.is_pending:
-            settle(self.session)
+            self.session.sums.settle()
         return self.local
+
+
+def _view(x: torch.Tensor, views: tuple[tuple[Any, tuple[Any, ...]], ...]) -> torch.Tensor:
+    for func, args in views:
+        x = func(x, *args)
+    return x
 
 
 class BatchView(WholeTensor):
@@ -253,18 +254,6 @@ class BatchView(WholeTensor):
         while isinstance(base, BatchView):
             base = base.base
         base.store(base.viewed())
-
-
-def settle(session: ScriptRun) -> None:
-    """Exchange all pending sums, in one message for each dtype. Collective."""
-    cells = [cell for reference in session.pending if (cell := reference()) is not None and cell.is_pending]
-    session.pending.clear()
-    for dtype in dict.fromkeys(cell.local.dtype for cell in cells):
-        several = [cell for cell in cells if cell.local.dtype == dtype]
-        flat = session.sum(torch.cat([cell.local.reshape(-1) for cell in several]))
-        for cell, part in zip(several, flat.split([cell.local.numel() for cell in several]), strict=True):
-            cell.local.copy_(part.view(cell.local.shape))
-            cell.is_pending = False
 
 
 # -- dispatch
@@ -330,6 +319,7 @@ def _key_of(x: Any) -> Any:
 
 def _run(session: ScriptRun, prepared: OperationPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Perform an operation on this rank's rows."""
+    session.crossings += prepared.cuts
     parts = [_take(part, x) for part, x in zip(prepared.parts, args, strict=True)]
     named = prepared.named_parts or {}
     out = prepared.function(  # type: ignore[misc]
@@ -369,7 +359,7 @@ def _summand(session: ScriptRun, x: torch.Tensor) -> torch.Tensor:
     """Return the sum over the ranks. In a backward pass it is pending until somebody reads it."""
     if torch._C._current_graph_task_id() == -1 or not x.is_floating_point():
         return session.sum(x)
-    return PendingSum(session, x.clone() if x._base is not None else x.contiguous())
+    return PendingSum(session, Cell(session, x.clone() if x._base is not None else x.contiguous()))
 
 
 def _wrap_results(session: ScriptRun, results: Any) -> Any:
@@ -401,6 +391,7 @@ def _dispatch_others(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _run_gathered(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Perform an operation on the gathered batch, on every rank."""
+    session.crossings += 1
     session.gathered[f"{func._schema.name.removeprefix('aten::')}{session.place()}"] += 1
     if aliases(func) and isinstance(args[0], BatchTensor):
         return _view_of(args[0], func, args, kwargs)
@@ -450,20 +441,35 @@ def _pending(*tensors: Any) -> bool:
 
 
 def _keep_view(func: Any, x: Any, *args: Any) -> PendingSum | None:
-    return PendingSum(x.session, func(x.local, *args), x.cell) if _pending(x) else None
+    return PendingSum(x.session, x.cell, (*x.views, (func, args))) if _pending(x) else None
 
 
 def _keep_copy(func: Any, x: Any, **_: Any) -> PendingSum | None:
-    return PendingSum(x.session, x.local.clone()) if _pending(x) else None
+    return PendingSum(x.session, Cell(x.session, x.local.clone())) if _pending(x) else None
 
 
 def _keep_sum(func: Any, a: Any, b: Any, **options: Any) -> PendingSum | None:
-    if options or not _pending(a, b) or a.shape != b.shape:
+    if options or not _pending(a, b) or a.shape != b.shape or a.dtype != b.dtype:
         return None
-    if func is aten.add_.Tensor:
+    if func is aten.add.Tensor:
+        return PendingSum(a.session, Cell(a.session, a.local + b.local))
+    if not a.cell.is_shared:
         a.local.add_(b.local)
         return a
-    return PendingSum(a.session, a.local + b.local)
+    if a.views:
+        return None
+    a.cell.local, a.cell.is_shared = a.local + b.local, False
+    return a
+
+
+def _keep_linear(func: Any, *args: Any, **kwargs: Any) -> PendingSum | None:
+    """Perform an operation that is linear in each argument on the summand of the only one that is pending."""
+    pending = [x for x in args if isinstance(x, WholeTensor)]
+    if len(pending) != 1 or not _pending(*pending) or any(isinstance(x, WholeTensor) for x in kwargs.values()):
+        return None
+    session = pending[0].session
+    local = func(*(x.local if isinstance(x, WholeTensor) else x for x in args), **kwargs)
+    return PendingSum(session, Cell(session, local.contiguous(), is_shared=True))
 
 
 _KEEPS_PENDING: dict[Any, Callable[..., Any]] = dict.fromkeys(
@@ -476,5 +482,17 @@ _KEEPS_PENDING: dict[Any, Callable[..., Any]] = dict.fromkeys(
         aten.alias.default,
     ),
     _keep_view,
+)
+_KEEPS_PENDING |= dict.fromkeys(
+    (
+        aten.mul.Tensor,
+        aten.neg.default,
+        aten.sum.dim_IntList,
+        aten.mm.default,
+        aten.embedding_dense_backward.default,
+        aten.slice_backward.default,
+        aten.select_backward.default,
+    ),
+    _keep_linear,
 )
 _KEEPS_PENDING |= {aten.add.Tensor: _keep_sum, aten.add_.Tensor: _keep_sum, aten.clone.default: _keep_copy}
