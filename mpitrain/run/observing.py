@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -169,7 +170,7 @@ class Witness:
         self._attributes = _attributes(module)
         self._random = random.getstate(), _numpy_state()
         self._versions = [x.memory.version for x in batches]
-        self._references = [sys.getrefcount(x) for x in batches]
+        self._references = _references(batches)
 
     @property
     def operations(self) -> int:
@@ -196,23 +197,22 @@ class Witness:
         same_numpy = self._random[1][1] == numpy_state[1] and (self._random[1][0] == numpy_state[0]).all()
         if random.getstate() != self._random[0] or not same_numpy:
             return False
-        if any(sys.getrefcount(x) > n for x, n in zip(batches, self._references, strict=True)):
-            return False
+        if any(map(int.__gt__, _references(batches), self._references)):
+            return False  # somebody keeps an input
         return _same(self._attributes, _attributes(self._module)) and not self._keeps(outputs)
 
     def _keeps(self, outputs: list[Any]) -> bool:
         """Return whether anything but its outputs refers to a batch that the module made."""
-        results = self._session.results
-        assert results is not None
-        counts: dict[int, int] = {}
-        for x in outputs:
-            counts[id(x)] = counts.get(id(x), 0) + 2  # the list of leaves, and what the module returned
-        x = None
-        for number in range(self._start, len(results)):
-            x = results[number]
-            if sys.getrefcount(x) > 3 + counts.get(id(x), 0):  # the list, the variable and the argument
-                return True
-        return False
+        results = (self._session.results or [])[self._start :]
+        outside = Counter(map(id, outputs))
+        # `ScriptRun.results` and this list refer to each; the list of leaves and what the module returned, to outputs
+        allowed = [2 + 2 * outside[id(x)] for x in results]
+        return any(map(int.__gt__, _references(results), allowed))
+
+
+def _references(tensors: list[Any]) -> list[int]:
+    """Return how many Python objects refer to each tensor, the list of these among them; autograd's do not count."""
+    return [sys.getrefcount(x) - (x._use_count() > 1) - 2 for x in tensors]  # 2: the variable and the argument
 
 
 def _numpy_state() -> Any:

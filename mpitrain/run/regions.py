@@ -7,9 +7,8 @@ its operations treated samples apart, later calls run torch's own operations on 
     parameters -> share ->                                                  gradients: summands of this rank
 
 Functions that draw or need statistics of the whole batch (`STEPS_OUT`, such as dropout and batch norm) leave the region
-and enter it again. A region is only used while everything that it was observed with is the same: shapes, dtypes and
-divisions of its tensors, values of its other arguments, attributes, modes and hooks of all its modules, parameters and
-their requires_grad, grad mode and autocast. Calls 16, 32, 64, ... are observed again.
+and enter it again. A region is only used while everything that it was observed with is the same (`states.py`), and
+calls 16, 32, 64, ... are observed again.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
-from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mpitrain.errors import InputError
 from mpitrain.run.boundaries import BOUNDARIES, Place, Replicate, Share, enter, leave
 from mpitrain.run.observing import Observation, Witness
 from mpitrain.run.session import ScriptRun
+from mpitrain.run.states import call_key, module_state
 from mpitrain.run.tensors import BatchTensor, WholeTensor
 
 STEPS_OUT = (
@@ -37,13 +36,6 @@ STEPS_OUT = (
     "scaled_dot_product_attention",
 )  # fmt: skip
 _RECURRENT = (nn.RNN, nn.LSTM, nn.GRU)
-_SCALARS = (int, float, bool, str, type(None), torch.dtype)
-_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
-_GLOBAL_HOOKS = (
-    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
-)  # fmt: skip
 _FIRST_RECHECK = 16  # calls of a region until it is observed again
 _LEAST_OPERATIONS = 2  # of a region; a single operation is faster alone
 _MOST_KEYS = 4096  # calls of one module with different arguments that are remembered
@@ -134,7 +126,7 @@ class Regions:
     def __init__(self, session: ScriptRun) -> None:
         self.session = session
         self.region: Region | None = None  # in which the script is
-        self._is_paused = False
+        self._is_paused = self._is_stepping = False
         self._trace: list[Any] | None = None  # steps out of the module that is observed
         self._known: weakref.WeakKeyDictionary[nn.Module, dict[Any, Region | None]] = weakref.WeakKeyDictionary()
         self._refused: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
@@ -182,8 +174,8 @@ class Regions:
         key = None
         is_eligible = not self._is_paused and not isinstance(module, torch.jit.ScriptModule)
         if is_eligible and (modes := self._modes(module)) not in self._refused.get(module, ()):
-            key = _key(leaves, spec)
-        if key is None or (state := _state(module)) is None:
+            key = call_key(leaves, spec)
+        if key is None or (state := module_state(module)) is None:
             return call(module, *args, **kwargs)
         key = (*key, modes, state)
         if type(module) in _RECURRENT and (region := _recurrent(module, leaves)) is not None:
@@ -263,11 +255,14 @@ class Regions:
         def function(*args: Any, **kwargs: Any) -> Any:
             if self.region is not None:
                 return self._step_out(self.region, name, original, args, kwargs)
-            if self._trace is None:
+            if self._trace is None or self._is_stepping:  # torch calls `original` by this name again in a mode
                 return original(*args, **kwargs)
             session = self.session
-            before = session.crossings
-            out = original(*args, **kwargs)
+            before, self._is_stepping = session.crossings, True
+            try:
+                out = original(*args, **kwargs)
+            finally:
+                self._is_stepping = False
             step = None
             if session.crossings != before and type(out) is BatchTensor:
                 session.crossings = before
@@ -313,46 +308,6 @@ def _needs_gradient(x: Any) -> bool:
 def _other_path(module: nn.Module) -> InputError:
     name = type(module).__name__
     return InputError(f"mpitrain.run: {name} returned other tensors than when it was observed", agreed=True)
-
-
-def _key(leaves: list[Any], spec: Any) -> Any:
-    """Return what a call has in common with others that take the same path, or None if there is no batch in it."""
-    out: list[Any] = [spec]
-    has_batch = False
-    for x in leaves:
-        kind = type(x)
-        if kind is BatchTensor:
-            has_batch = True
-            out.append((x.division, x.requires_grad))
-        elif kind in _SCALARS:
-            out.append((kind, x))
-        elif kind is torch.Tensor or kind is nn.Parameter:
-            out.append((x.shape, x.dtype, x.requires_grad))
-        else:
-            return None
-    return tuple(out) if has_batch else None
-
-
-def _state(module: nn.Module) -> Any:
-    """Return the attributes and parameters of a module and its submodules, or None if any has a hook."""
-    out: list[Any] = []
-    modules = [module]
-    for name in _GLOBAL_HOOKS:
-        if getattr(torch_module, name):
-            return None
-    while modules:
-        each = modules.pop()
-        values = each.__dict__
-        for name in _HOOKS:
-            if values.get(name):
-                return None
-        out.append(id(each))
-        out += [x for x in values.values() if type(x) in _SCALARS]
-        for p in values["_parameters"].values():
-            if p is not None:
-                out += (id(p), p.requires_grad, p.dtype)
-        modules += [m for m in values["_modules"].values() if m is not None]
-    return tuple(out)
 
 
 def _recurrent(module: Any, leaves: list[Any]) -> Region | None:
