@@ -65,7 +65,8 @@ def module_state(module: nn.Module) -> Any:
         for name in _HOOKS:
             if values.get(name):
                 return None
-        out.append(id(each))
+        kind = type(each)
+        out += (id(each), kind, id(kind.forward))
         for name, value in values.items():
             if type(value) in _SCALARS:
                 out.append(value)
@@ -74,8 +75,11 @@ def module_state(module: nn.Module) -> Any:
         for p in values["_parameters"].values():
             if p is not None:
                 out += (id(p), p.requires_grad, p.dtype)
+        for b in values["_buffers"].values():
+            if b is not None:
+                out += (id(b), b.dtype)
         modules += [m for m in values["_modules"].values() if m is not None]
-        for read in _variables(type(each)):  # type: ignore[arg-type]
+        for read in _variables(kind):  # type: ignore[arg-type]
             _add_values(out, read(), seen)
     return tuple(out)
 
@@ -86,7 +90,10 @@ def _add_values(out: list[Any], value: Any, seen: set[int]) -> None:
     if kind in _SCALARS:
         out.append(value)
         return
-    if isinstance(value, (torch.Tensor, nn.Module, ModuleType, type)) or callable(value) or id(value) in seen:
+    if kind is FunctionType or isinstance(value, torch.Tensor):
+        out.append(id(value))
+        return
+    if isinstance(value, (nn.Module, ModuleType, type)) or callable(value) or id(value) in seen:
         return
     seen.add(id(value))
     entries: Iterable[Any] = ()
@@ -120,11 +127,11 @@ def _variables_of(function: FunctionType) -> list[Callable[[], Any]]:
     out: list[Callable[[], Any]] = []
     for name in function.__code__.co_names:
         value = values.get(name)
+        if not isinstance(value, (ModuleType, type)):
+            out.append(lambda name=name: values.get(name))  # type: ignore[misc]
         if isinstance(value, FunctionType) and value.__globals__ is values and value is not function:
             for inner in value.__code__.co_names:  # one function further, such as a helper in the same file
-                if not callable(values.get(inner)):
+                if not isinstance(values.get(inner), (ModuleType, type)):
                     out.append(lambda inner=inner: values.get(inner))  # type: ignore[misc]
-        elif not callable(value) and not isinstance(value, ModuleType):
-            out.append(lambda name=name: values.get(name))  # type: ignore[misc]
     out += [lambda cell=cell: cell.cell_contents for cell in function.__closure__ or ()]  # type: ignore[misc]
     return out

@@ -1,4 +1,4 @@
-"""Unchanged scripts for one process give the same printed lines, weights and files on 2 and 3 ranks."""
+"""Unchanged scripts for one process give the same printed lines, weights and files on 1, 2 and 3 ranks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mpitrain.run.kinds import kind_of
 
 SCRIPTS = Path(__file__).parent / "scripts"
 HABITS = ["classifier", "tagger", "gan", "vae", "by_hand", "recurrent", "policy", "samplers", "indexing", "writing"]
+HABITS += ["regions", "language"]
 NUMBER = re.compile(r"[-+]?\d+\.\d+(?:e[-+]?\d+)?")
 CLOSE = 1e-12  # relative to the largest value of a tensor, or to 1 for a printed number
 
@@ -60,7 +61,7 @@ def assert_same_lines(expected: list[str], lines: list[str]) -> None:
             assert abs(float(a) - float(b)) <= CLOSE * max(1.0, abs(float(a))), (one, other)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_scripts_print_save_and_end_as_in_one_process(alone, ranks, tmp_path):
     expected, folder = alone
     done = run(ranks, tmp_path / "out", "several.py", *HABITS)
@@ -77,6 +78,18 @@ def test_scripts_print_save_and_end_as_in_one_process(alone, ranks, tmp_path):
         for a, b in pairs:
             worst = (a.double() - b.double()).abs().max().item()
             assert worst <= CLOSE * max(1.0, a.double().abs().max().item()), (path, worst)
+
+
+def test_modules_run_as_local_regions_unless_they_do_more_than_treat_samples_apart(tmp_path):
+    done = forked_job(2, [sys.executable, str(SCRIPTS.parent / "count_regions.py"), str(SCRIPTS / "regions.py")],
+                      cwd=tmp_path, timeout=200)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("regions:")]
+    counts = dict(word.split("=") for word in line.split()[1:])
+    local = {"Block", "LayerNorm", "Drops", "LSTM", "Replaces"}
+    assert local <= set(counts), counts
+    assert int(counts["Block"]) >= 6 and int(counts["Drops"]) >= 6, counts
+    assert not set(counts) & {"DividesByCount", "NumbersRows", "Keeps", "Counts", "DrawsPath", "Recomputes"}, counts
 
 
 def line_of(done, word: str) -> str:
