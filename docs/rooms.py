@@ -12,6 +12,7 @@ WORDS = {
     "__main__": "the command mpitrain", "jobs": "scripts for Slurm and PBS", "completion": "of shells",
     "train": "the main job", "evaluate": "figures", "generate": "text", "predict": "of samples", "report": "charts",
     "doctor": "in order?", "plan": "which layout", "adapters": "of LoRA", "bench": "gone: says where",
+    "run": "user scripts",
     "measuring": "measurements by users: collectives, algorithms, the machine",
     "inference": "text and predictions from trained models",
     "trainer": "Trainer, callbacks, run folder, engine, users' loops, modes",

@@ -24,6 +24,7 @@ COMMANDS = {
     "report": "show what a run did or does, as text or charts",
     "plan": "find the fastest layout for a number of nodes",
     "doctor": "check the MPI installation and the nodes",
+    "run": "train by an unchanged script written for one process; under mpirun or srun, on all ranks",
     "backend": "run a script written for torchrun over MPI",
     "jobs": "copy the job scripts for Slurm or PBS into this folder",
 }

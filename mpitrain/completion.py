@@ -15,7 +15,7 @@ from mpitrain.config.settings import choices_of, sections
 from mpitrain.errors import InputError
 
 _WITH_SETTINGS = ("train", "evaluate", "plan")  # commands that accept --section.key value
-_HOMES = {"data": "data.__main__", "checkpoint": "checkpoint.__main__"}  # modules of commands that are folders
+_FOLDERS = ("data", "checkpoint", "run")  # commands that are folders, whose module is __main__
 
 
 def script(shell: str, commands: Mapping[str, str]) -> str:
@@ -65,7 +65,7 @@ def _parser_of(name: str) -> argparse.ArgumentParser:
         parser = early.Parser(name)
         parser.add_argument("script", type=Path, nargs="*", help="script, and its arguments")
         return parser
-    parser = import_module(f"mpitrain.{_HOMES.get(name, name)}").make_parser()
+    parser = import_module(f"mpitrain.{name}" + (".__main__" if name in _FOLDERS else "")).make_parser()
     assert isinstance(parser, argparse.ArgumentParser)
     return parser
 

@@ -1,0 +1,56 @@
+"""Random numbers of a script that sets no seed: other ones in each run, as in one process, and equal on all ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpitrain.run.session import ScriptRun
+
+
+def align(session: ScriptRun) -> int:
+    """Give all generators that a script may use without a seed the same one on all ranks. Collective.
+
+    Args:
+        session: Run of the script.
+
+    Returns:
+        Seed of the generators.
+    """
+    seed: int = session.world.broadcast_object(random.SystemRandom().randrange(2**32))
+    set_seeds(seed)
+    return seed
+
+
+def set_seeds(seed: int) -> None:
+    """Seed the generators of torch, Python and NumPy, and those that are made without a seed later."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    source = random.Random(seed)  # of later seeds, in the same order on all ranks
+
+    def draw() -> int:
+        return source.randrange(2**32)
+
+    for module, name in ((np.random, "seed"), (np.random, "default_rng"), (random, "seed")):
+        setattr(module, name, _with_seed(getattr(module, name), draw))
+
+    def seed_torch() -> int:
+        value = draw()
+        torch.manual_seed(value)
+        return value
+
+    torch.seed = torch.random.seed = seed_torch
+
+
+def _with_seed(original: Callable[..., Any], draw: Callable[[], int]) -> Callable[..., Any]:
+    """Return a function whose first argument is a seed, and which gets the next agreed seed where that is missing."""
+
+    def function(seed: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return original(draw() if seed is None and not kwargs else seed, *args, **kwargs)
+
+    return function

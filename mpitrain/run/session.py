@@ -1,0 +1,209 @@
+"""Meetings of the ranks that run one script, each of which compares what the ranks are about to do.
+
+Before ranks exchange anything, they compare a checksum of the operation and of its line in the script. Where they
+differ, the job ends with one line that names both places. So no rank waits for one that does something else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+import torch
+
+from mpitrain.errors import EXIT_FAILED, InputError, printable
+from mpitrain.run.layouts import Layouts, Rows
+from mpitrain.run.pending import PendingSums
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
+
+_FIRST_CAPACITY = 1 << 20  # bytes of the memory in which ranks exchange
+_ALIGNMENT = 64
+
+
+class ScriptRun:
+    """One run of a script.
+
+    Attributes:
+        world: Communicator over all ranks.
+        folder: Folder of the script, whose files are its own code.
+        layouts: Layouts of all batches.
+        plans: OperationPlan of each operation, by its arguments.
+        sums: Sums that have not been exchanged yet.
+        crossings: Number of operations so far whose result for one row depends on others, on its number or on chance.
+        results: Batches that operations have made, while a module is observed; None at other times.
+        gathered: Operations that ran on the whole batch on every rank, with their places in the script.
+        alone: True while ranks run different code on purpose, as when each reads its own samples.
+
+    Args:
+        world: Communicator over all ranks.
+        script: Path of the script.
+    """
+
+    def __init__(self, world: Communicator, script: str) -> None:
+        self.world, self.rank, self.size = world, world.rank, world.size
+        self.folder = os.path.dirname(os.path.abspath(script)) + os.sep
+        self.layouts = Layouts(world.rank, world.size)
+        self.plans: dict[tuple[object, ...], Any] = {}
+        self.sums = PendingSums(self)
+        self.crossings = 0
+        self.results: list[torch.Tensor] | None = None
+        self.gathered: Counter[str] = Counter()
+        self.alone = False
+        self.errors: TextIO = sys.stderr
+        self._home = os.getpid(), threading.get_ident()
+        self._codes = torch.zeros(3, dtype=torch.int64)
+        self._view = self._codes.numpy()
+        self._compare: Any = world.all_reduce_init(self._codes, "max")
+        self._memory = world.arena(_FIRST_CAPACITY, torch.uint8)
+        self._slots: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+
+    def is_main(self) -> bool:
+        """Return whether this is the process and the thread in which the script began."""
+        return (os.getpid(), threading.get_ident()) == self._home
+
+    # -- places in the script
+
+    def is_script(self, filename: str) -> bool:
+        """Return whether a file of code belongs to the script."""
+        return filename.startswith(self.folder) and "site-packages" not in filename
+
+    def place(self) -> str:
+        """Return the innermost line of the script that is running, as " at script.py:12", or ""."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if self.is_script(name := frame.f_code.co_filename):
+                return f" at {name[len(self.folder) :]}:{frame.f_lineno}"
+            frame = frame.f_back  # type: ignore[assignment]
+        return ""
+
+    # -- meetings
+
+    @contextmanager
+    def without_meetings(self) -> Iterator[None]:
+        """Run the body of the `with` statement without meetings, because ranks do different things in it."""
+        before, self.alone = self.alone, True
+        try:
+            yield
+        finally:
+            self.alone = before
+
+    def meet(self, what: str, flag: bool = False) -> bool:
+        """Compare with the other ranks that all are about to do the same; end the job with one line if not.
+
+        Args:
+            what: Operation, and the values that must be equal.
+            flag: Flag of this rank.
+
+        Returns:
+            True if the flag of any rank is true.
+        """
+        if self.size == 1:
+            return flag
+        if not self.is_main():
+            raise InputError(f"mpitrain.run: {what} outside the script's main thread; ranks only meet in that one")
+        text = what + self.place()
+        self._view[0] = code = zlib.crc32(text.encode())
+        self._view[1] = -code
+        self._view[2] = flag
+        self._compare()
+        if self._view[0] != -self._view[1]:
+            self._part(text)
+        return bool(self._view[2])
+
+    def _part(self, text: str) -> NoReturn:
+        texts = self.world.all_gather_object(text)
+        first = {line: rank for rank, line in reversed(list(enumerate(texts)))}
+        places = "; ".join(
+            f"rank {rank}: {printable(line)}" for line, rank in sorted(first.items(), key=lambda x: x[1])
+        )
+        self.end(f"the ranks part: {places}; make this equal on all ranks (seeds, clocks, files, order of sets)")
+
+    def end(self, line: str, code: int = EXIT_FAILED) -> NoReturn:
+        """End the job on all ranks, which all call this, with one line.
+
+        Args:
+            line: Text for rank 0 to print.
+            code: Exit code.
+        """
+        if self.rank == 0:
+            print(f"mpitrain: {line}", file=self.errors, flush=True)
+        sys.stdout.flush()
+        self.world.barrier()
+        os._exit(code)
+
+    # -- exchanges
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks, with the same bits on every rank. Collective.
+
+        Half precision is summed in float32, and bool in int64.
+
+        Args:
+            x: Summand of this rank.
+        """
+        self.crossings += 1
+        self.meet(f"the sum of {tuple(x.shape)} {x.dtype}")
+        if x.numel() == 0:
+            return x.clone()
+        wide = torch.int64 if x.dtype == torch.bool else x.dtype
+        if x.is_floating_point():
+            wide = torch.promote_types(x.dtype, torch.float32)
+        slot = self._slot(0, x.numel(), wide)
+        slot.view(x.shape).copy_(x)
+        self.world.all_reduce(slot, reproducible=True)
+        return slot.view(x.shape).to(x.dtype, copy=True)
+
+    def gather(self, local: torch.Tensor, at: int, rows: Rows) -> torch.Tensor:
+        """Return the rows of all ranks on every rank. Collective.
+
+        Args:
+            local: Rows of this rank.
+            at: Dimension that is divided.
+            rows: Division of that dimension.
+
+        Returns:
+            Contiguous whole tensor.
+        """
+        first = local.movedim(at, 0)
+        shape = (rows.total, *first.shape[1:])
+        self.crossings += 1
+        self.meet(f"the rows of {shape} {local.dtype}")
+        numel, each = rows.length * (first[:1].numel()), first[:1].numel() * local.element_size()
+        if each == 0:
+            return first.new_empty(shape).movedim(0, at).contiguous()
+        nbytes = rows.total * each
+        start = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._reserve(2 * start)
+        part = self._slot(start, numel, local.dtype)
+        part.view(first.shape).copy_(first)
+        out = self._slot(0, nbytes, torch.uint8)
+        mine = self._slot(start, numel * local.element_size(), torch.uint8)
+        self.world.all_gather(out, mine, counts=[n * each for n in rows.counts])
+        whole = self._slot(0, nbytes // local.element_size(), local.dtype).view(shape).movedim(0, at)
+        return whole.clone(memory_format=torch.contiguous_format)
+
+    def _slot(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a part of the exchange memory, which starts at byte `start`."""
+        key = (start, numel, dtype)
+        if key not in self._slots:
+            nbytes = numel * dtype.itemsize
+            self._reserve(start + nbytes)
+            if len(self._slots) > 10_000:
+                self._slots.clear()
+            self._slots[key] = self._memory.tensor[start : start + nbytes].view(dtype)
+        return self._slots[key]
+
+    def _reserve(self, nbytes: int) -> None:
+        """Make the exchange memory larger if it has fewer bytes. Collective."""
+        if nbytes > self._memory.tensor.numel():
+            self._slots.clear()
+            self._memory.free()
+            self._memory = self.world.arena(1 << (nbytes - 1).bit_length(), torch.uint8)

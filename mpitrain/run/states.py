@@ -1,0 +1,137 @@
+"""State that decides which path a module takes: arguments, attributes, hooks, and the variables that its code reads.
+
+arguments     shapes, dtypes, divisions and requires_grad of tensors; values of the others
+modules       numbers, strings and flags among attributes, and those in a configuration that is an attribute
+parameters    identity, dtype and requires_grad
+code          global variables and those of enclosing functions, with the same kinds of values
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from mpitrain.run.tensors import BatchTensor
+
+_SCALARS = {int, float, bool, str, type(None), torch.dtype}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+_OWN_NAMES = {"training"}.union(vars(nn.Module()))  # attributes of every module, of which `training` is the only value
+_MOST_ENTRIES = 256  # of a configuration that is compared
+
+
+def call_key(leaves: list[Any], spec: Any) -> Any:
+    """Return the arguments that decide on the path of a call, or None if there is no batch, or something unknown.
+
+    Args:
+        leaves: Leaves of the arguments.
+        spec: Structure of the arguments.
+    """
+    out: list[Any] = [spec]
+    has_batch = False
+    for x in leaves:
+        kind = type(x)
+        if kind is BatchTensor:
+            has_batch = True
+            out.append((x.division, x.requires_grad))
+        elif kind in _SCALARS:
+            out.append((kind, x))
+        elif kind is torch.Tensor or kind is nn.Parameter:
+            out.append((x.shape, x.dtype, x.requires_grad))
+        else:
+            return None
+    return tuple(out) if has_batch else None
+
+
+def module_state(module: nn.Module) -> Any:
+    """Return the state of a module and its submodules, or None if any of them has a hook.
+
+    Args:
+        module: The module.
+    """
+    if any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
+        return None
+    out: list[Any] = []
+    modules, seen = [module], set[int]()
+    while modules:
+        each = modules.pop()
+        values = each.__dict__
+        for name in _HOOKS:
+            if values.get(name):
+                return None
+        kind = type(each)
+        out += (id(each), kind, id(kind.forward))
+        for name, value in values.items():
+            if type(value) in _SCALARS:
+                out.append(value)
+            elif name not in _OWN_NAMES:
+                _add_values(out, value, seen)
+        for p in values["_parameters"].values():
+            if p is not None:
+                out += (id(p), p.requires_grad, p.dtype)
+        for b in values["_buffers"].values():
+            if b is not None:
+                out += (id(b), b.dtype)
+        modules += [m for m in values["_modules"].values() if m is not None]
+        for read in _variables(kind):  # type: ignore[arg-type]
+            _add_values(out, read(), seen)
+    return tuple(out)
+
+
+def _add_values(out: list[Any], value: Any, seen: set[int]) -> None:
+    """Add a value, or the values in a configuration (a list, a dictionary or an object with attributes)."""
+    kind = type(value)
+    if kind in _SCALARS:
+        out.append(value)
+        return
+    if kind is FunctionType or isinstance(value, torch.Tensor):
+        out.append(id(value))
+        return
+    if isinstance(value, (nn.Module, ModuleType, type)) or callable(value) or id(value) in seen:
+        return
+    seen.add(id(value))
+    entries: Iterable[Any] = ()
+    if kind is dict:
+        entries = value.values()
+    elif kind in (list, tuple, set):
+        entries = value
+    elif hasattr(value, "__dict__"):
+        entries = vars(value).values()
+    else:
+        return
+    if len(entries) <= _MOST_ENTRIES:  # type: ignore[arg-type]
+        out += [x for x in entries if type(x) in _SCALARS]
+        out.append(kind)
+
+
+@lru_cache(maxsize=1024)
+def _variables(kind: Any) -> tuple[Callable[[], Any], ...]:
+    """Return functions that read the variables that the methods of a class of the user's read."""
+    out: list[Callable[[], Any]] = []
+    for each in type.mro(kind):
+        if not each.__module__.startswith("torch."):
+            for function in vars(each).values():
+                if isinstance(function, FunctionType):
+                    out += _variables_of(function)
+    return tuple(out)
+
+
+def _variables_of(function: FunctionType) -> list[Callable[[], Any]]:
+    values = function.__globals__
+    out: list[Callable[[], Any]] = []
+    for name in function.__code__.co_names:
+        value = values.get(name)
+        if not isinstance(value, (ModuleType, type)):
+            out.append(lambda name=name: values.get(name))  # type: ignore[misc]
+        if isinstance(value, FunctionType) and value.__globals__ is values and value is not function:
+            for inner in value.__code__.co_names:  # one function further, such as a helper in the same file
+                if not isinstance(values.get(inner), (ModuleType, type)):
+                    out.append(lambda inner=inner: values.get(inner))  # type: ignore[misc]
+    out += [lambda cell=cell: cell.cell_contents for cell in function.__closure__ or ()]  # type: ignore[misc]
+    return out

@@ -1,0 +1,498 @@
+"""Tensors that are whole to a script while ranks hold parts of them, and the dispatch of operations on them.
+
+    class           this rank holds                       read as a whole by
+    BatchTensor     its rows                              gathering the rows
+    PendingSum      its summand of a parameter gradient   one sum of all that are pending
+    BatchView       nothing: a view across ranks' rows    gathering the batch that it is a view of
+
+A `BatchView` arises where a script indexes the rows, as in x[0]. It is gathered again if the batch was written in the
+meantime, and what is written to it goes to the rows of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from mpitrain.run.layouts import RowLayout
+from mpitrain.run.pending import Cell
+from mpitrain.run.rules import (
+    AS_IS,
+    GATHER,
+    LOCAL,
+    SUMMAND,
+    Constant,
+    NoRule,
+    OperationPlan,
+    RowsOutcome,
+    RowsPart,
+    aliases,
+    aten,
+    plan,
+)
+from mpitrain.run.session import ScriptRun
+from mpitrain.run.specials import SPECIALS, OnRows, Summand
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_MOST_PLANS = 20_000
+_NUMBER_WIDTH = 7  # len("tensor("), by which torch indents
+
+
+class BatchMemory:
+    """Memory of a batch, which its views share.
+
+    Attributes:
+        version: Number of writes.
+        origin: Tensor of the script whose rows were copied, which must follow writes; None for a batch of its own.
+    """
+
+    __slots__ = ("origin", "version")
+
+    def __init__(self, origin: torch.Tensor | None = None) -> None:
+        self.version = 0
+        self.origin = origin
+
+    def write(self) -> None:
+        """Record a write."""
+        self.version += 1
+
+
+class WholeTensor(torch.Tensor):
+    """Base class of tensors of which a rank holds a part.
+
+    Attributes:
+        session: Run that the tensor belongs to.
+        local: Part of this rank.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    session: ScriptRun
+    local: torch.Tensor
+
+    def whole(self) -> torch.Tensor:
+        """Return the whole tensor, to be read only. Collective."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return dispatch(func, args, kwargs or {})
+
+    def numpy(self, **options: Any) -> np.ndarray:
+        """Return a copy that cannot be written, because writes would not reach the batch."""
+        array = self.whole().clone().numpy(**options)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        return self.whole().tolist()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.numpy(force=True), dtype)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        text = repr(self.whole().detach())
+        suffix = f"grad_fn=<{type(self.grad_fn).__name__}>" if self.grad_fn is not None else ""
+        suffix = suffix or ("requires_grad=True" if self.requires_grad else "")
+        if not suffix:
+            return text
+        last = len(text) - text.rfind("\n") - 1
+        is_wide = last + len(suffix) + 2 > torch._tensor_str.PRINT_OPTS.linewidth
+        separator = ",\n" + " " * _NUMBER_WIDTH if is_wide else ", "
+        return f"{text[:-1]}{separator}{suffix})"
+
+    def __format__(self, spec: str) -> str:
+        if self.dim() == 0:
+            return format(self.whole().item(), spec)
+        return repr(self) if not spec else format(self.whole(), spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole().clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.clone()
+
+    def data_ptr(self) -> int:
+        raise RuntimeError("mpitrain.run: a batch lies on several ranks and has no address; copy it with numpy()")
+
+
+class BatchTensor(WholeTensor):
+    """Batch that is whole to the script, and of which this rank holds rows.
+
+    Attributes:
+        division: Whole shape, and the dimension that is divided.
+        memory: BatchMemory that views of the batch share.
+    """
+
+    division: RowLayout
+    memory: BatchMemory
+    _copy: torch.Tensor | None
+
+    def __new__(
+        cls, session: ScriptRun, local: torch.Tensor, layout: RowLayout, memory: BatchMemory | None = None
+    ) -> BatchTensor:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, layout.shape, strides=layout.strides, dtype=layout.dtype, device=local.device
+        )
+        self.session, self.local, self.division, self.memory = session, local, layout, memory or BatchMemory()
+        self._copy, self._copied_at = None, -1
+        if session.results is not None:
+            session.results.append(self)
+        return self
+
+    def whole(self) -> torch.Tensor:
+        """Return the gathered batch, to be read only. Collective."""
+        if self._copy is not None and self._copied_at == self.memory.version:
+            return self._copy
+        gathered = self.session.gather(self.local.detach(), self.division.at, self.division.rows)
+        if gathered.stride() == self.division.strides:
+            return gathered
+        shaped = gathered.new_empty(0).set_(
+            gathered.new_empty(gathered.numel()).untyped_storage(), 0, self.division.shape, self.division.strides
+        )
+        return shaped.copy_(gathered)
+
+    def viewed(self) -> torch.Tensor:
+        """Return the gathered batch, and keep it for views of it. Collective."""
+        copy = self.whole()
+        self._copy, self._copied_at = copy, self.memory.version
+        return copy
+
+    def store(self, whole: torch.Tensor) -> None:
+        """Take this rank's rows from a whole tensor that was written."""
+        self.local.copy_(self.division.rows.cut(whole, self.division.at))
+        self.record_write()
+        if whole is self._copy:
+            self._copied_at = self.memory.version
+
+    def record_write(self) -> None:
+        """Record that this rank's rows were written, and let the tensor they were copied from follow."""
+        self.memory.write()
+        origin = self.memory.origin
+        if origin is not None:
+            raise RuntimeError(
+                "mpitrain.run: the model writes into its input, a tensor of the script; pass it a copy (x.clone())"
+            )
+
+
+class PendingSum(WholeTensor):
+    """Sum over the ranks that is exchanged when somebody reads it, in one message with all others that are pending."""
+
+    cell: Cell
+    views: tuple[tuple[Any, tuple[Any, ...]], ...]
+
+    def __new__(cls, session: ScriptRun, cell: Cell, views: tuple[tuple[Any, tuple[Any, ...]], ...] = ()) -> PendingSum:
+        local = _view(cell.local, views)
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, local.shape, strides=local.stride(), dtype=local.dtype, device=local.device
+        )
+        self.session, self.cell, self.views = session, cell, views
+        return self
+
+    @property
+    def local(self) -> torch.Tensor:  # type: ignore[override]
+        return _view(self.cell.local, self.views)
+
+    def whole(self) -> torch.Tensor:
+        """Return the sum. Collective."""
+        if self.cell.is_pending:
+            self.session.sums.settle()
+        return self.local
+
+
+def _view(x: torch.Tensor, views: tuple[tuple[Any, tuple[Any, ...]], ...]) -> torch.Tensor:
+    for func, args in views:
+        x = func(x, *args)
+    return x
+
+
+class BatchView(WholeTensor):
+    """View of a batch that does not follow rows.
+
+    Args:
+        base: Batch, or another view of it.
+        value: View of the gathered base.
+        take: Function that takes the view of a gathered base.
+    """
+
+    base: Any
+    source: torch.Tensor
+    value: torch.Tensor
+    take: Callable[..., torch.Tensor]
+
+    def __new__(
+        cls, base: BatchTensor | BatchView, value: torch.Tensor, take: Callable[..., torch.Tensor]
+    ) -> BatchView:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, value.shape, strides=value.stride(), dtype=value.dtype, device=value.device
+        )
+        self.session, self.base, self.take = base.session, base, take
+        self.source, self.value = base.viewed(), value
+        return self
+
+    @property
+    def local(self) -> torch.Tensor:  # type: ignore[override]
+        return self.whole()
+
+    def whole(self) -> torch.Tensor:
+        """Return the view of the batch as it is now. Collective if the batch was written."""
+        source = self.base.viewed()
+        if source is not self.source:
+            self.source, self.value = source, self.take(source)
+        return self.value
+
+    def viewed(self) -> torch.Tensor:
+        """Return the view, for views of it. Collective if the batch was written."""
+        return self.whole()
+
+    def store(self) -> None:
+        """Take the rows of the batch from the gathered copy, after a write to this view."""
+        base = self.base
+        while isinstance(base, BatchView):
+            base = base.base
+        base.store(base.viewed())
+
+
+# -- dispatch
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Perform an operation of which some arguments are `WholeTensor`.
+
+    Args:
+        func: Operation of aten.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
+    key: list[Any] = [func]
+    batch: BatchTensor | None = None
+    for x in (*args, *kwargs, *kwargs.values()):
+        kind = type(x)
+        if kind is BatchTensor:
+            key.append(x.division)
+            batch = x
+        elif kind in _PLAIN:
+            key.append((x.dtype, x.shape))
+        elif kind is float:
+            key.append(float)
+        elif kind is list or kind is tuple:
+            for y in x:
+                if type(y) is BatchTensor:
+                    batch = y
+                elif isinstance(y, WholeTensor):
+                    return _dispatch_others(func, args, kwargs)
+            key.append(tuple(_key_of(y) for y in x))
+        elif isinstance(x, WholeTensor):
+            return _dispatch_others(func, args, kwargs)
+        else:
+            key.append(x if not isinstance(x, torch.Tensor) else (x.dtype, x.shape))
+    assert batch is not None
+    session = batch.session
+    if func in SPECIALS:
+        try:
+            return _wrap_results(session, SPECIALS[func](session, func, args, kwargs))
+        except NoRule:
+            return _run_gathered(session, func, args, kwargs)
+    known = tuple(key)
+    prepared = session.plans.get(known)
+    if prepared is None:
+        if len(session.plans) > _MOST_PLANS:
+            session.plans.clear()
+        prepared = session.plans[known] = plan(func, args, kwargs)
+    if prepared is GATHER:
+        if func._can_decompose():
+            return func.decompose(*args, **kwargs)
+        if func is aten.addmm.default and not kwargs:
+            return aten.add.Tensor(aten.mm.default(args[1], args[2]), args[0])
+        return _run_gathered(session, func, args, kwargs)
+    return _run(session, prepared, args, kwargs)
+
+
+def _key_of(x: Any) -> Any:
+    if type(x) is BatchTensor:
+        return x.division
+    return (x.dtype, x.shape) if isinstance(x, torch.Tensor) else x
+
+
+def _run(session: ScriptRun, prepared: OperationPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Perform an operation on this rank's rows."""
+    session.crossings += prepared.cuts
+    parts = [_take(part, x) for part, x in zip(prepared.parts, args, strict=True)]
+    named = prepared.named_parts or {}
+    out = prepared.function(  # type: ignore[misc]
+        *parts, **{name: _take(named.get(name), x) for name, x in kwargs.items()}
+    )
+    if prepared.in_place:
+        args[0].record_write()
+        return args[0]
+    memory = args[0].memory if prepared.shares else None
+    if isinstance(out, torch.Tensor):
+        return _wrap(session, out, prepared.outcomes[0], memory)
+    outcomes = iter(prepared.outcomes)
+    results = [_wrap(session, y, next(outcomes), memory) if y is not None else (next(outcomes), None)[1] for y in out]
+    return type(out)(results) if type(out) in (list, tuple) else tuple(results)
+
+
+def _take(part: Any, x: Any) -> Any:
+    if part is AS_IS:
+        return x
+    if part is LOCAL:
+        return x.local
+    kind = type(part)
+    if kind is RowsPart:
+        return x.narrow(part.dim, part.rows.start, part.rows.length)
+    if kind is Constant:
+        return part.value
+    return [_take(p, y) for p, y in zip(part, x, strict=True)]
+
+
+def _wrap(session: ScriptRun, y: Any, outcome: Any, memory: BatchMemory | None) -> Any:
+    if type(outcome) is RowsOutcome:
+        return BatchTensor(session, y, session.layouts.of(y, outcome.at, outcome.rows), memory)
+    return _summand(session, y) if outcome is SUMMAND else y
+
+
+def _summand(session: ScriptRun, x: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the ranks. In a backward pass it is pending until somebody reads it."""
+    if torch._C._current_graph_task_id() == -1 or not x.is_floating_point():
+        return session.sum(x)
+    return PendingSum(session, Cell(session, x.clone() if x._base is not None else x.contiguous()))
+
+
+def _wrap_results(session: ScriptRun, results: Any) -> Any:
+    if isinstance(results, tuple):
+        return tuple(_wrap_results(session, y) for y in results)
+    if isinstance(results, OnRows):
+        return BatchTensor(session, results.local, session.layouts.of(results.local, results.at, results.rows))
+    return _summand(session, results.local) if isinstance(results, Summand) else results
+
+
+def _dispatch_others(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Perform an operation on pending sums, or on views across rows."""
+    if (keep := _KEEPS_PENDING.get(func)) is not None and (out := keep(func, *args, **kwargs)) is not None:
+        return out
+    flat, spec = tree_flatten((args, kwargs))
+    views = [x for x in flat if isinstance(x, BatchView)]
+    if views and views[0] is flat[0] and aliases(func):
+        return _view_of(views[0], func, args, kwargs)
+    values = [x.whole() if isinstance(x, (PendingSum, BatchView)) else x for x in flat]
+    originals = {id(v): x for v, x in zip(values, flat, strict=True) if v is not x}
+    arguments, named = tree_unflatten(values, spec)
+    has_batch = any(isinstance(x, BatchTensor) for x in values)
+    out = dispatch(func, arguments, named) if has_batch else func(*arguments, **named)
+    if func._schema.is_mutable:
+        for view in {id(x): x for x in _written(func, args, kwargs) if isinstance(x, BatchView)}.values():
+            view.store()
+    return tree_map(lambda y: originals.get(id(y), y), out)
+
+
+def _run_gathered(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Perform an operation on the gathered batch, on every rank."""
+    session.crossings += 1
+    session.gathered[f"{func._schema.name.removeprefix('aten::')}{session.place()}"] += 1
+    if aliases(func) and isinstance(args[0], BatchTensor):
+        return _view_of(args[0], func, args, kwargs)
+    flat, spec = tree_flatten((args, kwargs))
+    written = {id(x) for x in _written(func, args, kwargs) if isinstance(x, BatchTensor)}
+    values = [x.whole() if isinstance(x, BatchTensor) else x for x in flat]
+    values = [v.clone() if id(x) in written else v for v, x in zip(values, flat, strict=True)]
+    arguments, named = tree_unflatten(values, spec)
+    out = func(*arguments, **named)
+    originals = {}
+    for value, x in zip(values, flat, strict=True):
+        if value is not x:
+            originals[id(value)] = x
+            if id(x) in written:
+                x.store(value)
+    return tree_map(lambda y: originals.get(id(y), y), out)
+
+
+def _view_of(base: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the views that an operation takes of a batch across its rows."""
+    rest = tree_map(lambda x: x.whole() if isinstance(x, WholeTensor) else x, args[1:])
+
+    def take(source: torch.Tensor, number: int | None = None) -> Any:
+        out = func(source, *rest, **kwargs)
+        return out if number is None else out[number]
+
+    out = take(base.viewed())
+    if isinstance(out, torch.Tensor):
+        return BatchView(base, out, take)
+    return [BatchView(base, y, lambda source, i=i: take(source, i)) for i, y in enumerate(out)]
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the tensors that an operation writes to."""
+    if not func._schema.is_mutable:
+        return []
+    names = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    values = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    return tree_flatten([x for name, x in values.items() if name in names])[0]
+
+
+# -- operations after which a sum is still pending
+
+
+def _pending(*tensors: Any) -> bool:
+    return all(isinstance(x, PendingSum) and x.cell.is_pending for x in tensors)
+
+
+def _keep_view(func: Any, x: Any, *args: Any) -> PendingSum | None:
+    return PendingSum(x.session, x.cell, (*x.views, (func, args))) if _pending(x) else None
+
+
+def _keep_copy(func: Any, x: Any, **_: Any) -> PendingSum | None:
+    return PendingSum(x.session, Cell(x.session, x.local.clone())) if _pending(x) else None
+
+
+def _keep_sum(func: Any, a: Any, b: Any, **options: Any) -> PendingSum | None:
+    if options or not _pending(a, b) or a.shape != b.shape or a.dtype != b.dtype:
+        return None
+    if func is aten.add.Tensor:
+        return PendingSum(a.session, Cell(a.session, a.local + b.local))
+    if not a.cell.is_shared:
+        a.local.add_(b.local)
+        return a
+    if a.views:
+        return None
+    a.cell.local, a.cell.is_shared = a.local + b.local, False
+    return a
+
+
+def _keep_linear(func: Any, *args: Any, **kwargs: Any) -> PendingSum | None:
+    """Perform an operation that is linear in each argument on the summand of the only one that is pending."""
+    pending = [x for x in args if isinstance(x, WholeTensor)]
+    if len(pending) != 1 or not _pending(*pending) or any(isinstance(x, WholeTensor) for x in kwargs.values()):
+        return None
+    session = pending[0].session
+    local = func(*(x.local if isinstance(x, WholeTensor) else x for x in args), **kwargs)
+    return PendingSum(session, Cell(session, local.contiguous(), is_shared=True))
+
+
+_KEEPS_PENDING: dict[Any, Callable[..., Any]] = dict.fromkeys(
+    (
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.view.default,
+        aten.detach.default,
+        aten.alias.default,
+    ),
+    _keep_view,
+)
+_KEEPS_PENDING |= dict.fromkeys(
+    (
+        aten.mul.Tensor,
+        aten.neg.default,
+        aten.sum.dim_IntList,
+        aten.mm.default,
+        aten.embedding_dense_backward.default,
+        aten.slice_backward.default,
+        aten.select_backward.default,
+    ),
+    _keep_linear,
+)
+_KEEPS_PENDING |= {aten.add.Tensor: _keep_sum, aten.add_.Tensor: _keep_sum, aten.clone.default: _keep_copy}

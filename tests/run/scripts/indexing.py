@@ -1,0 +1,40 @@
+"""Values of batches printed, indexed, sorted and written in place; views that are read after a write to the batch."""
+
+import copy
+import pickle
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+for x, y in DataLoader(TensorDataset(torch.arange(14.0).view(7, 2), torch.arange(7)), batch_size=5):
+    print(x.shape, len(x), x.mean(), x[0], x[-1].tolist(), y, x.max(), x.std(), f"{x.mean():.3f} {x.sum().item()}")
+    print(x.numpy().sum(), np.asarray(y).tolist(), [int(v) for v in y], x[x > 3], torch.where(y > 1)[0], x.norm())
+    row, part, chunk = x[0], x[0:2][1], x.chunk(2)[1]
+    x += 1
+    x[:, 0] *= 2
+    print(row, part, chunk)
+    x[0] = 7.0
+    row[1] = 5.0
+    x[1:, 1] -= 1
+    x.view(-1)[3] = -1.0
+    print(x, row, part, x.detach().sum(0), copy.deepcopy(x).add_(1).sum(), pickle.loads(pickle.dumps(x)).sum())
+    print(x.sort(0)[0], x.argmax(), x.cumsum(0), torch.unique(y), (y == 2).nonzero(), x.T @ x, x @ x.T, x.flip(0))
+    order = torch.randperm(x.size(0))
+    print(
+        (0.3 * x + 0.7 * x[order]).sum(),
+        torch.cat([x, x]).shape,
+        torch.cat([x, x], 1).mean(0),
+        torch.stack([x, x]).sum(),
+    )
+    print(torch.eye(7)[y].sum(0), torch.nn.functional.one_hot(y, 7).sum(0), torch.cdist(x, x).sum().item(), x.median())
+    print(
+        torch.einsum("bi,bj->ij", x, x), torch.linalg.svd(x)[1], x.var(0), x.topk(1)[0], x.t().reshape(-1), x.squeeze(0)
+    )
+    w = torch.ones(2, requires_grad=True)
+    total = (x * w).sum(1)
+    total.sum().backward()
+    print(w.grad, total, x.clone().fill_diagonal_(0), x.repeat(1, 2).shape, x.tile(2).sum(), torch.bincount(y))
+    loss = x[0].sum() + x[:2].mean()
+    x.zero_()
+    print(loss, x, row)
