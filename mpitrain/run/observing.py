@@ -20,6 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
+from mpitrain.run.boundaries import enter, leave
 from mpitrain.run.tensors import BatchTensor, WholeTensor
 
 if TYPE_CHECKING:
@@ -49,7 +50,12 @@ class BatchCount(int):
 
     @staticmethod
     def of(value: int, report: Callable[[], None]) -> BatchCount:
-        """Return a count that calls `report` when it is used for anything but sizes."""
+        """Return a count.
+
+        Args:
+            value: The number.
+            report: Function that is called when the count is used for anything but sizes.
+        """
         self = BatchCount(value)
         self.report = report
         return self
@@ -141,8 +147,6 @@ class Observation(TorchFunctionMode):
 
     def _cut(self, x: torch.Tensor, counts: list[BatchCount]) -> torch.Tensor:
         """Return a tensor that was made with as many rows as a batch as a batch, so that its operations are seen."""
-        from mpitrain.run.boundaries import enter, leave
-
         session, count = self._session, counts[0]
         places = [d for d, n in enumerate(x.shape) if n == int(count)]
         if len(counts) > 1 or len(places) != 1 or int(count) < session.size:

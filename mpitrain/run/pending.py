@@ -7,17 +7,28 @@ earlier ones when the next are due, as between the steps of two optimizers, the 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 if TYPE_CHECKING:
-    from mpitrain.comm import Arena
-    from mpitrain.run.session import ScriptRun
+    from mpitrain.comm import Arena, Communicator
 
 _MULTIPLE = 16  # elements to which the place of each summand is aligned
 _FIRST_CAPACITY = 1 << 16  # bytes
 _MOST_PLACES = 64
+
+
+class SumSession(Protocol):
+    """Session of a script, as far as sums need it; see `ScriptRun`."""
+
+    world: Communicator
+    sums: PendingSums
+    crossings: int
+
+    def meet(self, what: str, flag: bool = False) -> bool: ...
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
 class Cell:
@@ -31,7 +42,7 @@ class Cell:
 
     __slots__ = ("__weakref__", "is_pending", "is_shared", "local")
 
-    def __init__(self, session: ScriptRun, local: torch.Tensor, is_shared: bool = False) -> None:
+    def __init__(self, session: SumSession, local: torch.Tensor, is_shared: bool = False) -> None:
         self.local, self.is_shared, self.is_pending = local, is_shared, True
         session.sums.add(self)
 
@@ -43,7 +54,7 @@ class PendingSums:
         session: Run of the script.
     """
 
-    def __init__(self, session: ScriptRun) -> None:
+    def __init__(self, session: SumSession) -> None:
         self._session = session
         self._cells: list[weakref.ref[Cell]] = []
         self._arenas: list[Arena] = []  # the last one is used; earlier ones may still be read by the script
