@@ -99,16 +99,17 @@ def test_an_error_of_one_rank_ends_prepare_on_all_ranks(world, place):
 
 
 @pytest.mark.campaign
-def test_ranks_prepare_and_a_killed_run_on_files_in_place_resumes_with_the_same_losses(tmp_path):
+@pytest.mark.parametrize("kind", SOURCES)
+def test_ranks_prepare_and_a_killed_run_on_files_in_place_resumes_with_the_same_losses(tmp_path, kind):
     write_sources(tmp_path)
-    command = ["prepare", tmp_path / "netcdf.nc", "--x", "t2m,z", "--ahead", 2, "--scale", "standard", "--in-place"]
-    words = [*map(str, command), "--held-out", "0.2", "--out"]
+    pairs = ["--x", "t2m,z", "--ahead", "2", "--scale", "standard"] if "x" in SOURCES[kind] else []
+    words = ["prepare", *source_of(tmp_path, kind), *pairs, "--in-place", "--held-out", "0.2", "--out"]
     assert main([*words, str(tmp_path / "alone")]) == 0
     command = [*train_command()[:2], "mpitrain.data", *words]
     done = job(2, [*command, str(tmp_path / "set")])
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "set/index.bin").read_bytes() == (tmp_path / "alone/index.bin").read_bytes()
-    arguments = ("--data.path", tmp_path / "set", "--model.name", "mlp", "--train.batch", 4, "--train.steps", 400)
+    arguments = ("--data.path", tmp_path / "set", "--model.name", "mlp", "--train.batch", 4, "--train.steps", 150)
     arguments += ("--checkpoint.every", 10, "--data.record_ids", "true", "--run.reproducible", "true")
     arguments += ("--run.workers", 4)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -130,4 +131,4 @@ def test_ranks_prepare_and_a_killed_run_on_files_in_place_resumes_with_the_same_
     assert resumed.returncode == 0 and "resumed from" in resumed.stdout, resumed.stderr
     keys = ("step", "loss", "ids", "held_out_loss")
     lines, reference = ([[m.get(k) for k in keys] for m in read_metrics(folder)] for folder in (killed, whole))
-    assert lines == reference and len(lines) == 400
+    assert lines == reference and len(lines) == 150
