@@ -35,7 +35,8 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.query, self.key, self.value = (nn.Linear(config.width, config.width) for _ in range(3))
+        self.query, self.value = (nn.Linear(config.width, config.width) for _ in range(2))
+        self.key = nn.Linear(config.width, config.width, bias=False)  # its bias would have a gradient of rounding alone
         self.out = nn.Linear(config.width, config.width)
 
     def heads(self, x):
