@@ -9,7 +9,7 @@ import pytest
 from support import ROOT, one_line
 
 import mpitrain as mt
-from mpitrain.data.__main__ import main as data_command
+from mpitrain.data.prepare import prepare
 from mpitrain.errors import InputError
 from mpitrain.monitor import read_metrics
 from mpitrain.pipe.schedule import make_schedule
@@ -28,8 +28,8 @@ def fit(world, config, callbacks=()):
 def test_user_defined_data_optimizer_schedule_and_callback_train_a_model(world, folder):
     if world.rank == 0:
         extensions.write_numbers(folder / "points.numbers")
-        arguments = [str(folder / "points.numbers"), "--out", str(folder / "points"), "--held-out", "0.25"]
-        assert data_command(["prepare", *arguments, "--kind", "extensions:lines_of_numbers"]) == 0
+        kind = extensions.lines_of_numbers()
+        prepare([str(folder / "points.numbers")], folder / "points", held_out=0.25, more=[kind])
     world.barrier()
     config = {
         "run": {"dir": str(folder / "r")},
