@@ -38,7 +38,7 @@ class Slow:
     def __len__(self):
         return len(self.data)
 
-    def read(self, ids):
+    def read_at(self, ids, positions):
         self.reads.append(ids)
         time.sleep(self.seconds(len(self.reads)))
         return self.data.read(ids)

@@ -180,11 +180,18 @@ class TestRefused:
         (tmp_path / "nothing").mkdir()
         assert "nothing contains no data" in refused(tmp_path / "nothing")
 
-    @pytest.mark.parametrize("name", ["model.pt", "a.h5", "a.arrow", "a.pkl", "a.zip", "noname"])
+    @pytest.mark.parametrize("name", ["model.pt", "a.mat", "a.pkl", "a.zip", "noname"])
     def test_an_unsupported_kind(self, tmp_path, refused, name):
         (tmp_path / name).write_bytes(b"PK\0\0binary")
         message = refused(tmp_path / name)
         assert f"{name} is of no kind that prepare can read; convert it to text, JSON lines, .npy/.npz" in message
+
+    @pytest.mark.parametrize(
+        ("name", "why"), [("a.h5", "file signature not found"), ("a.arrow", "is not a complete Arrow file")]
+    )
+    def test_a_file_that_is_not_what_its_name_says(self, tmp_path, refused, name, why):
+        (tmp_path / name).write_bytes(b"PK\0\0binary")
+        assert why in refused(tmp_path / name)
 
     def test_a_folder_of_unsupported_files(self, tmp_path, refused):
         (tmp_path / "models").mkdir()
