@@ -11,7 +11,7 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -130,7 +130,7 @@ class Batches:
         if self._number % CHECK_EVERY == 0:
             code = 0
             for x in tree_flatten(content)[0]:
-                if type(x) is torch.Tensor and x.device.type == "cpu" and x.numel():
+                if _is_dense(x) and x.device.type == "cpu" and x.numel():
                     code = zlib.crc32(x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), code)
             self._session.meet(f"a batch with checksum {code:08x}")
         self._number += 1
@@ -158,7 +158,7 @@ class Batches:
         first = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
         if type(first) is BatchTensor:
             dim, rows = first.division.at, first.division.rows
-        elif type(first) is torch.Tensor and first.dim() > 1 and next(module.parameters(), None) is not None:
+        elif _is_dense(first) and first.dim() > 1 and next(module.parameters(), None) is not None:
             if module not in self._batch_dims:
                 sequence_first = any(getattr(m, "batch_first", True) is False for m in module.modules())
                 self._batch_dims[module] = int(sequence_first)
@@ -173,10 +173,14 @@ class Batches:
             return args, kwargs
 
         def cut(x: Any) -> Any:
-            fits = type(x) is torch.Tensor and x.dim() > dim and x.shape[dim] == rows.total
+            fits = _is_dense(x) and x.dim() > dim and x.shape[dim] == rows.total
             return _CutRows.apply(x, self._session, dim, rows) if fits else x
 
         return [cut(x) for x in args], {name: cut(x) for name, x in kwargs.items()}
+
+
+def _is_dense(x: Any) -> TypeGuard[torch.Tensor]:
+    return type(x) is torch.Tensor and x.layout == torch.strided
 
 
 class _CutRows(torch.autograd.Function):
@@ -193,7 +197,7 @@ class _CutRows(torch.autograd.Function):
 
 
 def _has_rows(x: Any, n: int) -> bool:
-    return type(x) is torch.Tensor and x.dim() > 0 and x.shape[0] == n and x.device.type == "cpu"
+    return _is_dense(x) and x.dim() > 0 and x.shape[0] == n and x.device.type == "cpu"
 
 
 def _random_states() -> tuple[torch.Tensor, Any, Any]:
