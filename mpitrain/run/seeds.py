@@ -46,6 +46,14 @@ def set_seeds(seed: int) -> None:
 
     torch.seed = torch.random.seed = seed_torch
 
+    class AgreedSequence(np.random.SeedSequence):
+        """Sequence of seeds that begins with an agreed one where its caller gives none."""
+
+        def __init__(self, entropy: Any = None, **options: Any) -> None:
+            super().__init__(draw() if entropy is None else entropy, **options)
+
+    np.random.SeedSequence = AgreedSequence  # type: ignore[misc]
+
 
 def _with_seed(original: Callable[..., Any], draw: Callable[[], int]) -> Callable[..., Any]:
     """Return a function whose first argument is a seed, and which gets the next agreed seed where that is missing."""
