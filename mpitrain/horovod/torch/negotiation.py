@@ -52,12 +52,14 @@ class Outcome:
     Attributes:
         ready: Names of the operations that all ranks carry out, in this order.
         failed: Messages about operations that no rank can carry out, by name.
-        stuck: Message for the ranks that wait, if none of them can ever go on.
+        stuck: Message for the ranks that wait or have joined, if none of them can ever go on.
+        agreed: True if every rank raises an error now.
     """
 
     ready: tuple[str, ...]
     failed: dict[str, str] = field(default_factory=dict)
     stuck: str = ""
+    agreed: bool = False
 
 
 def match(pending: Sequence[Mapping[str, str]], states: Sequence[Presence], awaited: Sequence[str]) -> Outcome:
@@ -93,10 +95,12 @@ def match(pending: Sequence[Mapping[str, str]], states: Sequence[Presence], awai
             )
         else:
             ready.append(name)
-    if ready or failed or any(states[rank] == Presence.POLLING for rank in active):
-        return Outcome(tuple(ready), failed)
+    if ready or failed or Presence.POLLING in states:
+        agreed = max(states) == Presence.WAITING and all(name in failed for name in awaited)
+        return Outcome(tuple(ready), failed, agreed=agreed)
     waits = "; ".join(f"rank {r} waits for '{awaited[r]}'" for r in active[:4]) + ("; ..." if len(active) > 4 else "")
-    return Outcome((), {}, f"no rank can go on: {waits}; submit operations of the same names on all ranks")
+    message = f"no rank can go on: {waits}; submit operations of the same names on all ranks"
+    return Outcome((), {}, message, agreed=True)
 
 
 class Negotiation:
@@ -140,10 +144,6 @@ class Negotiation:
         operation.negotiator = self
         self._pending[operation.name] = operation
         return operation
-
-    def withdraw(self, operation: Submission) -> None:
-        """Forget an operation that this rank no longer needs."""
-        self._pending.pop(operation.name, None)
 
     def wait(self, operation: Submission) -> None:
         """Meet the other ranks until an operation is complete. Collective.
@@ -224,10 +224,12 @@ class Negotiation:
     ) -> None:
         for name, message in outcome.failed.items():
             if name in self._pending:
-                self._pending.pop(name).fail(HorovodInternalError(message, agreed=True))
-        if outcome.stuck and operation is not None and state == Presence.WAITING:
-            self.withdraw(operation)
-            operation.fail(HorovodInternalError(outcome.stuck, agreed=True))
+                self._pending.pop(name).fail(HorovodInternalError(message, agreed=outcome.agreed))
+        if outcome.stuck and state == Presence.JOINED:
+            raise HorovodInternalError(outcome.stuck, agreed=outcome.agreed)
+        if outcome.stuck and operation is not None and not operation.is_complete:
+            self._pending.pop(operation.name)
+            operation.fail(HorovodInternalError(outcome.stuck, agreed=outcome.agreed))
         if outcome.ready:
             joined = state == Presence.JOINED
             self._executor.run([zeros_for(keys[n]) if joined else self._pending.pop(n) for n in outcome.ready])

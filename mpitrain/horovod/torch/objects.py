@@ -30,7 +30,7 @@ _CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def encode(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a value as JSON can represent it; `decode` reverses this.
+    """Return a value as JSON can represent it, with its tensors apart; `decode` reverses this.
 
     Args:
         value: None, numbers, text, bytes, tensors, NumPy arrays and scalars, and lists, tuples, sets and dictionaries
@@ -45,8 +45,7 @@ def encode(value: Any, tensors: list[torch.Tensor]) -> Any:
         return value
     if isinstance(value, torch.Tensor) and value.layout == torch.strided:
         tensors.append(value.detach())
-        parts = [str(value.dtype)[6:], list(value.shape), value.device.type, isinstance(value, torch.nn.Parameter)]
-        return ["tensor", *parts]
+        return ["tensor", isinstance(value, torch.nn.Parameter)]
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
         return [
             "array" if isinstance(value, np.ndarray) else "scalar",
@@ -84,9 +83,9 @@ def decode(coded: Any, tensors: Iterable[torch.Tensor]) -> Any:
 def _decode(coded: Any, tensors: Any) -> Any:
     if not isinstance(coded, list):
         return coded
-    kind, content, *rest = coded
+    kind, content = coded
     if kind == "tensor":
-        return torch.nn.Parameter(next(tensors)) if rest[-1] else next(tensors)
+        return torch.nn.Parameter(next(tensors)) if content else next(tensors)
     if kind in ("array", "scalar"):
         array = _decode(content, tensors).numpy()
         return array if kind == "array" else array[()]
@@ -101,14 +100,15 @@ def _decode(coded: Any, tensors: Any) -> Any:
     return _CONTAINERS[kind]([_decode(each, tensors) for each in content])
 
 
-def _empty_tensors(coded: Any) -> list[torch.Tensor]:
-    """Return uninitialized tensors for the tensors of an encoded value, in order."""
-    if not isinstance(coded, list):
-        return []
-    if coded and coded[0] == "tensor":
-        _, dtype, shape, device, _ = coded
-        return [torch.empty(shape, dtype=getattr(torch, dtype), device=device)]
-    return [tensor for each in coded for tensor in _empty_tensors(each)]
+def _message(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return an encoded value, and the dtype, shape and device of each of its tensors."""
+    coded = encode(value, tensors)
+    return [coded, [[str(x.dtype)[6:], list(x.shape), x.device.type] for x in tensors]]
+
+
+def _empty_tensors(message: Any) -> list[torch.Tensor]:
+    """Return uninitialized tensors for those of another rank's message, in order."""
+    return [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for dtype, shape, device in message[1]]
 
 
 def broadcast_object(
@@ -140,11 +140,11 @@ def broadcast_object(
 
 def _send_object(comm: Communicator, value: Any, root: int) -> Any:
     tensors: list[torch.Tensor] = []
-    coded = comm.on_root(lambda: encode(value, tensors), root)
+    message = comm.on_root(lambda: _message(value, tensors), root)
     if comm.rank != root:
-        tensors = _empty_tensors(coded)
+        tensors = _empty_tensors(message)
     broadcast_tensors(tensors, comm, root)
-    return value if comm.rank == root else decode(coded, tensors)
+    return value if comm.rank == root else decode(message[0], tensors)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
@@ -161,17 +161,17 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
     def gather(comm: Communicator) -> list[Any]:
         tensors: list[torch.Tensor] = []
-        coded, error = None, None
+        mine, error = None, None
         try:
-            coded = encode(obj, tensors)
-        except InputError as caught:
+            mine = _message(obj, tensors)
+        except Exception as caught:  # agree() raises it on all ranks
             error = caught
         comm.agree(error)
         values = []
-        for source, form in enumerate(comm.all_gather_object(coded)):
-            received = tensors if source == comm.rank else _empty_tensors(form)
+        for source, message in enumerate(comm.all_gather_object(mine)):
+            received = tensors if source == comm.rank else _empty_tensors(message)
             broadcast_tensors(received, comm, source)
-            values.append(obj if source == comm.rank else decode(form, received))
+            values.append(obj if source == comm.rank else decode(message[0], received))
         return values
 
     return call_on_all(process_set, f"allgather_object.{name or ''}", gather)

@@ -142,7 +142,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 def shutdown() -> None:
     """End Horovod on all ranks; `init` may start it again. Collective. Pending operations are dropped."""
-    for each in reversed(list(_session.sets.values())):
+    for each in _session.sets.values():  # the global set first: when all ranks have left it, none waits in another
         if each.negotiation is not None:
             each.negotiation.leave()
         each._close()
