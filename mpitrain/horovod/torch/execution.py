@@ -5,10 +5,8 @@ All ranks get the same operations in the same order, and so decide alike which t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +15,7 @@ from mpitrain.comm import Arena, Communicator
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.horovod.torch.adasum import adasum
 from mpitrain.horovod.torch.submission import REDUCTIONS, HorovodInternalError, ReduceOp, Submission
-from mpitrain.shard.ddp import broadcast_tensors
+from mpitrain.shard.ddp import broadcast_tensors, pack
 
 _FUSED = 64 << 20  # most bytes that are reduced together; a larger tensor is reduced where it lies
 _SMALLEST = 1 << 20  # bytes of the first buffer
@@ -37,16 +35,22 @@ class FusedExecutor:
     @torch.no_grad()
     def run(self, operations: Sequence[Submission]) -> None:
         """Carry out operations, fused where possible. An operation that is impossible on all ranks gets an error."""
-        for batch in _batches(operations):
-            try:
-                getattr(self, f"_{batch[0].kind}")(batch)
-            except CommunicationError:
-                raise
-            except InputError as error:
-                for operation in batch:
-                    operation.fail(HorovodInternalError(f"{operation.kind} '{operation.name}': {error}", agreed=True))
+        try:
+            for batch in _batches(operations):
+                self._run_batch(batch)
+        finally:
+            for operation in operations:
+                if not operation.is_complete:
+                    operation.fail(HorovodInternalError(f"{operation.name} was not carried out after an error"))
+
+    def _run_batch(self, batch: Sequence[Submission]) -> None:
+        try:
+            getattr(self, f"_{batch[0].kind}")(batch)
+        except InputError as error:
             for operation in batch:
-                operation.is_complete = True
+                operation.fail(HorovodInternalError(f"{operation.kind} '{operation.name}': {error}"))
+        for operation in batch:
+            operation.is_complete = True
 
     def free(self) -> None:
         """Free the buffers."""
@@ -67,8 +71,10 @@ class FusedExecutor:
                 operation.fail(error)
 
     def _allreduce(self, batch: Sequence[Submission]) -> None:
-        pairs = [pair for each in batch for pair in zip(each.tensors, each.outputs, strict=True)]
-        for inputs, outputs in _fused(pairs):
+        all_inputs = [x for operation in batch for x in operation.tensors]
+        all_outputs = [out for operation in batch for out in operation.outputs]
+        for positions in pack(all_inputs, _FUSED):
+            inputs, outputs = [all_inputs[i] for i in positions], [all_outputs[i] for i in positions]
             if len(inputs) == 1:
                 flat = outputs[0].contiguous().view(-1)
                 if flat.data_ptr() != inputs[0].data_ptr() or not inputs[0].is_contiguous():
@@ -178,24 +184,6 @@ def _batches(operations: Sequence[Submission]) -> Iterator[list[Submission]]:
         options = operation.reduction, operation.prescale, operation.postscale, operation.root
         batches.setdefault((operation.kind, *options), []).append(operation)
     yield from batches.values()
-
-
-def _fused(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Yield lists of inputs and of outputs of one dtype and device, each of one tensor or of at most `_FUSED` bytes."""
-    waiting: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    sizes = Counter[Any]()
-    for x, out in pairs:
-        kind = x.dtype, x.device
-        if sizes[kind] and sizes[kind] + x.nbytes > _FUSED:
-            yield waiting.pop(kind)
-            sizes[kind] = 0
-        inputs, outputs = waiting.setdefault(kind, ([], []))
-        inputs.append(x)
-        outputs.append(out)
-        sizes[kind] += x.nbytes
-    yield from waiting.values()
 
 
 def _scale(x: torch.Tensor, factor: float) -> torch.Tensor:

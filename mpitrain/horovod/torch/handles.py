@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +22,8 @@ def poll(handle: Submission) -> bool:
     Args:
         handle: Handle of an asynchronous operation.
     """
-    if not handle.polled:
-        handle.polled = True  # what was submitted just now has hardly arrived everywhere
+    if handle.first_poll is None:
+        handle.first_poll = time.monotonic()  # what was submitted just now has hardly arrived everywhere
         return handle.is_complete
     return handle.negotiator is not None and handle.negotiator.poll(handle)
 

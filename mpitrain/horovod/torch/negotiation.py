@@ -15,6 +15,7 @@ Horovod exchanges names in a background thread instead (Sergeev and Del Balso 20
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -157,9 +158,15 @@ class Negotiation:
             raise operation.error
 
     def poll(self, operation: Submission) -> bool:
-        """Meet the other ranks once, and return True if the operation is complete."""
+        """Meet the other ranks once, and return True if the operation is complete.
+
+        A rank that has polled for longer than an operation may take counts as waiting, so that ranks which wait for
+        each other get an error.
+        """
         if not operation.is_complete:
-            self._meet(Presence.POLLING, operation)
+            since = time.monotonic() - (operation.first_poll or 0.0)
+            is_late = since > self.comm.process.watchdog.timeout
+            self._meet(Presence.WAITING if is_late else Presence.POLLING, operation)
         return operation.is_complete
 
     def join(self) -> int:

@@ -57,7 +57,7 @@ def _reducescatter(
     if any(x.dim() == 0 for x in tensors):
         raise HorovodArgumentError("reducescatter: a scalar has no rows to divide; use allreduce")
     if ReduceOp(op) == ReduceOp.Adasum:
-        raise HorovodInternalError("reducescatter: Adasum is not possible; use allreduce", agreed=True)
+        raise HorovodInternalError("reducescatter: Adasum is not possible; use allreduce")
     return submit(
         "reducescatter",
         tensors,

@@ -80,7 +80,7 @@ class Submission:
         is_complete: True if the results are there, or an error.
         error: Reason why the operation was not carried out.
         negotiator: Meets the other ranks for this operation.
-        polled: True after the first `poll`.
+        first_poll: Time of the first `poll`, seconds; None before it.
     """
 
     kind: str
@@ -98,7 +98,7 @@ class Submission:
     is_complete: bool = False
     error: Exception | None = None
     negotiator: Negotiator | None = None
-    polled: bool = False
+    first_poll: float | None = None
     key: str = field(init=False)
 
     def __post_init__(self) -> None:
