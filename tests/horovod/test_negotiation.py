@@ -40,19 +40,27 @@ def test_the_first_dimension_of_gathered_tensors_may_differ(kind):
 
 def test_ranks_that_wait_for_each_other_are_stuck_unless_one_polls():
     pending = [submitted("a"), submitted("b")]
-    assert "rank 0 waits for 'a'; rank 1 waits for 'b'" in match(pending, [WAITING, WAITING], ["a", "b"]).stuck
+    outcome = match(pending, [WAITING, WAITING], ["a", "b"])
+    assert "rank 0 waits for 'a'; rank 1 waits for 'b'" in outcome.stuck and outcome.agreed
     assert not match(pending, [WAITING, POLLING], ["a", "b"]).stuck
 
 
 def test_joined_ranks_take_part_in_sums_only():
     pending = [submitted("a") | submitted("g", kind="allgather"), {}]
     outcome = match(pending, [WAITING, JOINED], ["a", ""])
-    assert outcome.ready == ("a",) and "rank 1 has joined" in outcome.failed["g"]
+    assert outcome.ready == ("a",) and "rank 1 has joined" in outcome.failed["g"] and not outcome.agreed
 
 
 def test_a_rank_that_leaves_ends_the_waiting_of_others():
     outcome = match([submitted("a"), {}], [WAITING, LEAVING], ["a", ""])
-    assert not outcome.ready and "rank 1 has called hvd.shutdown()" in outcome.failed["a"]
+    assert not outcome.ready and "rank 1 has called hvd.shutdown()" in outcome.failed["a"] and not outcome.agreed
+
+
+def test_an_error_is_agreed_only_if_every_rank_waits_for_what_failed():
+    pending = [submitted("a", "b"), submitted("a", "b", shape=(3,))]
+    assert match(pending, [WAITING] * 2, ["a", "b"]).agreed
+    assert not match(pending, [WAITING] * 2, ["a", "c"]).agreed
+    assert not match(pending, [WAITING, POLLING], ["a", "a"]).agreed
 
 
 def test_rows_are_divided_as_equally_as_possible():

@@ -9,7 +9,8 @@ import torch
 
 from mpitrain.errors import InputError
 
-pytestmark = pytest.mark.ranks(2, 3)
+pytestmark = pytest.mark.ranks(1, 2, 3)
+SEVERAL = pytest.mark.ranks(2, 3)
 
 
 def mine(rank, *shape, dtype=torch.float64):
@@ -95,6 +96,7 @@ def test_reducescatter_of_uneven_rows(hvd, rows):
     assert all(torch.equal(out, 2 * parts[hvd.rank()]) for out in both)
 
 
+@SEVERAL
 def test_gradients_of_operations(hvd):
     rank, size = hvd.rank(), hvd.size()
 
@@ -128,6 +130,7 @@ def test_operations_may_be_submitted_and_waited_for_in_any_order(hvd):
     assert hvd.synchronize(late).item() == 1.0
 
 
+@SEVERAL
 def test_ranks_that_disagree_get_one_line_and_go_on(hvd):
     with pytest.raises(hvd.HorovodInternalError, match=r"float32 \[1\] on cpu.*rank 1 .*float32 \[2\]"):
         hvd.allreduce(torch.ones(min(hvd.rank(), 1) + 1), name="x")
@@ -139,6 +142,7 @@ def test_ranks_that_disagree_get_one_line_and_go_on(hvd):
     assert hvd.allreduce(torch.ones(1)).item() == 1.0
 
 
+@SEVERAL
 @pytest.mark.parametrize("bad", ["scalar", "splits", "root", "rows"])
 def test_bad_arguments_are_value_errors_of_one_line(hvd, bad):
     calls = {
@@ -152,6 +156,7 @@ def test_bad_arguments_are_value_errors_of_one_line(hvd, bad):
     assert isinstance(caught.value, InputError) and "\n" not in str(caught.value)
 
 
+@SEVERAL
 def test_process_sets_work_side_by_side(hvd):
     first, rest = hvd.add_process_set([0]), hvd.add_process_set(list(range(1, hvd.size())))
     chosen = first if hvd.rank() == 0 else rest
@@ -183,6 +188,7 @@ def test_sparse_tensors(hvd):
     torch.testing.assert_close(out.to_dense(), hvd.allreduce(dense))
 
 
+@SEVERAL
 def test_objects_travel_without_pickle(hvd):
     value = {0: (1, 2.5), "x": {"set": {1, 2}, "tensor": torch.arange(3), "none": None}, (1, "a"): [True, b"\x00"]}
     received = hvd.broadcast_object(value if hvd.rank() == 1 else None, root_rank=1)
