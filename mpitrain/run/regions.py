@@ -142,6 +142,7 @@ class Regions:
             return checkpoint(self._paused(function), *args, **kwargs)
 
         torch.utils.checkpoint.checkpoint = with_pause
+        torch.compiler.set_stance("force_eager")  # a compiled function would not see that a batch is divided
 
     def _paused(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that uses no regions, so that it computes the same again in backward."""

@@ -35,8 +35,8 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.query, self.key, self.value = (nn.Linear(config.width, config.width) for _ in range(3))
-        self.out = nn.Linear(config.width, config.width)
+        self.query, self.value, self.out = (nn.Linear(config.width, config.width) for _ in range(3))
+        self.key = nn.Linear(config.width, config.width, bias=False)  # a bias would have a gradient of rounding alone
 
     def heads(self, x):
         return x.view(*x.shape[:-1], self.config.heads, -1).transpose(1, 2)
