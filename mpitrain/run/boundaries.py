@@ -3,7 +3,7 @@
     forward   tensors                    backward        gradients
     enter     batch -> this rank's rows  leave           this rank's rows -> batch
     leave     this rank's rows -> batch  enter           batch -> this rank's rows
-    share     parameter -> parameter     total           this rank's summands -> sum over the ranks
+    use       parameter -> parameter     total           this rank's summands -> sum over the ranks
     replicate parameter -> parameter     one summand     whole gradient -> summand of rank 0, zeros elsewhere
 
 Each is linear, and the backward of one is the forward of another, so a script can differentiate any number of times.
@@ -99,7 +99,7 @@ class Leave(_Boundary):
         return tuple(_batch(session, place, x) for place, x in zip(places, tensors, strict=True))
 
 
-class Share(Function):
+class ParameterUse(Function):
     """Parameters for use on this rank's rows, of which each rank computes a summand of the gradient."""
 
     @staticmethod
@@ -128,7 +128,7 @@ class Total(Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         present = [g.whole() if isinstance(g, PendingSum) and not g.requires_grad else g for g in gradients]
         chosen = [g for g in present if g is not None]
-        shares = iter(Share.apply(ctx.session, *chosen) if _tracks(chosen) else chosen)
+        shares = iter(ParameterUse.apply(ctx.session, *chosen) if _tracks(chosen) else chosen)
         return None, *(None if g is None else next(shares) for g in present)
 
 
@@ -170,4 +170,4 @@ def _first(session: ScriptRun, gradient: torch.Tensor) -> torch.Tensor:
     return whole.clone() if session.rank == 0 else torch.zeros_like(whole)
 
 
-BOUNDARIES = (Enter, Leave, Share, Total, Replicate, FirstSummand)
+BOUNDARIES = (Enter, Leave, ParameterUse, Total, Replicate, FirstSummand)

@@ -49,7 +49,12 @@ class BatchCount(int):
 
     @staticmethod
     def of(value: int, report: Callable[[], None]) -> BatchCount:
-        """Return a count that calls `report` when it is used for anything but sizes."""
+        """Return a count.
+
+        Args:
+            value: Number of rows.
+            report: Function to call when the count is used for anything but sizes.
+        """
         self = BatchCount(value)
         self.report = report
         return self

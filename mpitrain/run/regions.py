@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mpitrain.errors import InputError
-from mpitrain.run.boundaries import BOUNDARIES, Place, Replicate, Share, enter, leave
+from mpitrain.run.boundaries import BOUNDARIES, Enter, ParameterUse, Place, Replicate, enter, leave
 from mpitrain.run.observing import Observation, Witness
 from mpitrain.run.session import ScriptRun
 from mpitrain.run.states import call_key, module_state
@@ -71,14 +71,22 @@ class Region:
         self._parameters = list(numbers)
 
     def run(self, regions: Regions, call: Callable[..., Any], module: nn.Module, leaves: list[Any], spec: Any) -> Any:
-        """Return what the module returns for these leaves of its arguments, as batches."""
+        """Return what the module returns, as batches.
+
+        Args:
+            regions: All regions of the script.
+            call: Function that calls a module.
+            module: The module.
+            leaves: Leaves of its arguments.
+            spec: Structure of its arguments.
+        """
         session, leaves = regions.session, list(leaves)
         entering = enter(session, list(self.inputs.values()), [leaves[i] for i in self.inputs])
         for i, x in zip(self.inputs, entering, strict=True):
             leaves[i] = x
         others = [i for i, x in enumerate(leaves) if i not in self.inputs and _needs_gradient(x)]
         shared = [*self._parameters, *(leaves[i] for i in others)]
-        shares = Share.apply(session, *shared) if shared and torch.is_grad_enabled() else shared
+        shares = ParameterUse.apply(session, *shared) if shared and torch.is_grad_enabled() else shared
         for i, x in zip(others, shares[len(self._parameters) :], strict=True):
             leaves[i] = x
         args, kwargs = tree_unflatten(leaves, spec)
@@ -170,7 +178,14 @@ class Regions:
     # -- calls of modules
 
     def call(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Call a module: in a region if it was observed to treat samples apart, else on batches."""
+        """Call a module: in a region if it was observed to treat samples apart, else on batches.
+
+        Args:
+            call: Function that calls a module.
+            module: The module.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+        """
         leaves, spec = tree_flatten((args, kwargs))
         key = None
         is_eligible = not self._is_paused and not isinstance(module, torch.jit.ScriptModule)
@@ -340,7 +355,7 @@ def _escapes(x: torch.Tensor) -> bool:
         cls = getattr(node, "_forward_cls", None)
         if type(node).__name__ == "AccumulateGrad" or (cls is not None and cls not in BOUNDARIES):
             return True
-        if cls is not None and cls.__name__ in ("Enter", "Share"):
+        if cls is not None and cls in (Enter, ParameterUse):
             continue
         nodes += [n for n, _ in node.next_functions]
     return False
