@@ -14,7 +14,7 @@ depends on shapes alone, so all ranks decide alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +88,18 @@ PLANNERS: dict[Any, Planner] = {}
 GATHER = OperationPlan(None)
 
 
+def operations_named(names: str) -> Iterator[Any]:
+    """Yield the operations of ATen with these names, in all overloads of a name that gives none.
+
+    Args:
+        names: Names separated by spaces.
+    """
+    for name in names.split():
+        packet, _, overload = name.partition(".")
+        overloads = getattr(aten, packet)
+        yield from (getattr(overloads, each) for each in ([overload] if overload else overloads.overloads()))
+
+
 def rule(names: str) -> Callable[[Planner], Planner]:
     """Return a decorator that enters a planner for operations of aten.
 
@@ -96,11 +108,7 @@ def rule(names: str) -> Callable[[Planner], Planner]:
     """
 
     def enter(planner: Planner) -> Planner:
-        for name in names.split():
-            packet, _, overload = name.partition(".")
-            operations = getattr(aten, packet)
-            for each in [overload] if overload else operations.overloads():
-                PLANNERS[getattr(operations, each)] = planner
+        PLANNERS.update(dict.fromkeys(operations_named(names), planner))
         return planner
 
     return enter
@@ -225,7 +233,7 @@ def by_shape(
             **{name: _apply(named_parts.get(name), x) for name, x in kwargs.items()},
         )
     except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):
-        raise NoRule from None
+        raise NoRule from None  # it then runs on whole tensors, where an error of the script is raised
     wholes, locals_ = tree_flatten(whole)[0], tree_flatten(local)[0]
     need(len(wholes) == len(locals_))
     return OperationPlan(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpitrain.run.layouts import Rows
-from mpitrain.run.rules import REDUCTIONS, RowLayout, aten, layout_of, names_of, need
+from mpitrain.run.rules import REDUCTIONS, RowLayout, layout_of, names_of, need, operations_named
 
 if TYPE_CHECKING:
     from mpitrain.run.session import ScriptRun
@@ -41,14 +41,19 @@ SPECIALS: dict[Any, Special] = {}
 
 def _special(names: str) -> Callable[[Special], Special]:
     def enter(function: Special) -> Special:
-        for name in names.split():
-            packet, _, overload = name.partition(".")
-            operations = getattr(aten, packet)
-            for each in [overload] if overload else operations.overloads():
-                SPECIALS[getattr(operations, each)] = function
+        SPECIALS.update(dict.fromkeys(operations_named(names), function))
         return function
 
     return enter
+
+
+def _rows_of(x: Any, rows: Rows) -> torch.Tensor:
+    """Return this rank's rows of a tensor, which may be a batch that is divided in the same way."""
+    if layout_of(x) is None:
+        return rows.cut(x, 0)
+    need(x.division.at == 0 and x.division.rows is rows)
+    local: torch.Tensor = x.local
+    return local
 
 
 def _whole_like(x: Any) -> torch.Tensor:
@@ -84,11 +89,7 @@ def _nll_loss(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs: dict
     x, target, weight, ignored = (values[n] for n in ("self", "target", "weight", "ignore_index"))
     need(layout_of(x) is not None and x.division.at == 0 and layout_of(weight) is None)
     rows: Rows = x.division.rows
-    if layout_of(target) is not None:
-        need(target.division.at == 0 and target.division.rows is rows)
-        target = target.local
-    else:
-        target = rows.cut(target, 0)
+    target = _rows_of(target, rows)
     if values["reduction"] == REDUCTIONS["none"]:
         loss, total = func(x.local, target, weight, 0, ignored)
         return OnRows(loss, 0, rows), total
@@ -137,11 +138,7 @@ def _batch_norm_backward(session: ScriptRun, func: Any, args: tuple[Any, ...], k
     x, grad, weight = values["input"], values["grad_out"], values["weight"]
     need(layout_of(x) is not None and x.division.at == 0)
     rows: Rows = x.division.rows
-    if layout_of(grad) is not None:
-        need(grad.division.at == 0 and grad.division.rows is rows)
-        g = grad.local
-    else:
-        g = rows.cut(grad, 0)
+    g = _rows_of(grad, rows)
     if not values["train"]:
         names = ("running_mean", "running_var", "save_mean", "save_invstd", "train", "eps", "output_mask")
         out = func(g, x.local, weight, *(values[n] for n in names))

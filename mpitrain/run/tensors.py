@@ -74,7 +74,7 @@ class WholeTensor(torch.Tensor):
     local: torch.Tensor
 
     def whole(self) -> torch.Tensor:
-        """Return the whole tensor, to be read only. Collective."""
+        """Return the whole tensor, to be read only. Collective. Derived classes define it."""
         raise NotImplementedError
 
     @classmethod
