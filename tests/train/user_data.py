@@ -31,7 +31,7 @@ class Points(Dataset):
 
 
 class Stream(IterableDataset):
-    """The same points as a stream, each epoch in another order."""
+    """Stream of the same points, whose order depends on the epoch."""
 
     classes = 4
 
