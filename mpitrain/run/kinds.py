@@ -72,9 +72,10 @@ def require_library(kind: str) -> None:
     if importlib.util.find_spec(f"mpitrain.{kind}") is None:
         raise refusal(f"the script imports {kind}, and this version of mpitrain has no mpitrain.{kind}")
     package = importlib.import_module(f"mpitrain.{kind}")
-    sys.modules[kind] = package
     if kind == "horovod":
-        sys.modules["horovod.torch"] = importlib.import_module("mpitrain.horovod.torch")
+        package.as_horovod()
+    else:
+        sys.modules[kind] = package
 
 
 def replace_spawn(world: Communicator) -> None:

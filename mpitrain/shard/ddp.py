@@ -212,7 +212,8 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], comm: Communicator, root:
         comm: Ranks that get the values.
         root: Rank whose values are copied.
     """
-    for packed in _packs(tensors):
+    tensors = list(tensors)
+    for packed in ([tensors[i] for i in positions] for positions in pack(tensors, _PACK)):
         flats = [tensor.contiguous().view(-1) for tensor in packed]  # the tensor's own memory if it is contiguous
         flat = flats[0] if len(flats) == 1 else torch.cat(flats)
         comm.broadcast(flat, root)
@@ -221,17 +222,22 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], comm: Communicator, root:
                 tensor.copy_(piece.view(tensor.shape))
 
 
-def _packs(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield the tensors in lists of one dtype and device, each of one tensor or of at most `_PACK` bytes."""
-    packs, sizes = dict[tuple[torch.dtype, torch.device], list[torch.Tensor]](), Counter[Any]()
-    for tensor in tensors:
+def pack(tensors: Sequence[torch.Tensor], most: int) -> Iterator[list[int]]:
+    """Yield the positions of tensors that are sent together: of one dtype and device.
+
+    Args:
+        tensors: The tensors.
+        most: Most bytes sent together, unless a single tensor is larger.
+    """
+    packs, sizes = dict[tuple[torch.dtype, torch.device], list[int]](), Counter[Any]()
+    for position, tensor in enumerate(tensors):
         kind = tensor.dtype, tensor.device
         packed = packs.setdefault(kind, [])
-        if packed and sizes[kind] + tensor.nbytes > _PACK:
+        if packed and sizes[kind] + tensor.nbytes > most:
             yield packed
             packs[kind] = packed = []
             sizes[kind] = 0
-        packed.append(tensor)
+        packed.append(position)
         sizes[kind] += tensor.nbytes
     yield from packs.values()
 
