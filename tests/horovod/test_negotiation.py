@@ -43,6 +43,8 @@ def test_ranks_that_wait_for_each_other_are_stuck_unless_one_polls():
     outcome = match(pending, [WAITING, WAITING], ["a", "b"])
     assert "rank 0 waits for 'a'; rank 1 waits for 'b'" in outcome.stuck and outcome.agreed
     assert not match(pending, [WAITING, POLLING], ["a", "b"]).stuck
+    outcome = match([*pending, {}], [WAITING, WAITING, JOINED], ["a", "b", ""])
+    assert outcome.stuck and not outcome.agreed  # the others may catch the error, and join
 
 
 def test_joined_ranks_take_part_in_sums_only():

@@ -176,7 +176,7 @@ def test_process_sets_work_side_by_side(hvd):
 
 def test_joined_ranks_count_as_zeros(hvd):
     steps = 2 + hvd.rank()  # the last rank has the most
-    sums = [hvd.allreduce(torch.ones(3), op=hvd.Sum, name="step")[0].item() for _ in range(steps)]
+    sums = [hvd.allreduce(torch.ones(3), op=hvd.Sum)[0].item() for _ in range(steps)]
     assert hvd.join() == hvd.size() - 1
     assert sums == [sum(step < 2 + rank for rank in range(hvd.size())) for step in range(steps)]
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()

@@ -53,7 +53,7 @@ class Outcome:
     Attributes:
         ready: Names of the operations that all ranks carry out, in this order.
         failed: Messages about operations that no rank can carry out, by name.
-        stuck: Message for the ranks that wait or have joined, if none of them can ever go on.
+        stuck: Message for the ranks that wait, if none of them can ever go on.
         agreed: True if every rank raises an error now.
     """
 
@@ -101,7 +101,7 @@ def match(pending: Sequence[Mapping[str, str]], states: Sequence[Presence], awai
         return Outcome(tuple(ready), failed, agreed=agreed)
     waits = "; ".join(f"rank {r} waits for '{awaited[r]}'" for r in active[:4]) + ("; ..." if len(active) > 4 else "")
     message = f"no rank can go on: {waits}; submit operations of the same names on all ranks"
-    return Outcome((), {}, message, agreed=True)
+    return Outcome((), {}, message, agreed=len(active) == len(states))
 
 
 class Negotiation:
@@ -114,7 +114,8 @@ class Negotiation:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self._pending: dict[str, Submission] = {}
-        self._counts: dict[str, int] = {}
+        self._counts: dict[str, int] = {}  # unnamed operations of each kind since the last join
+        self._joins = 0
         self._executor = FusedExecutor(comm)
         self._mine = np.zeros(3, dtype=np.int64)
         self._all = np.zeros((comm.size, 3), dtype=np.int64)
@@ -133,7 +134,7 @@ class Negotiation:
         """
         if name is None:
             self._counts[kind] = number = self._counts.get(kind, 0) + 1
-            return f"{kind}.noname.{number}"
+            return f"{kind}.noname.{self._joins}.{number}"
         if f"{kind}.{name}" in self._pending:
             raise HorovodArgumentError(
                 f"rank {self.comm.rank}: {kind} '{name}' is still pending; synchronize it before the next of that name"
@@ -175,6 +176,7 @@ class Negotiation:
             pass
         last = max(range(self.comm.size), key=lambda rank: (self._joined[rank], rank))
         self._joined = [0] * self.comm.size
+        self._joins, self._counts = self._joins + 1, {}  # ranks may have submitted unequal numbers of operations
         return last
 
     def leave(self) -> None:
@@ -219,6 +221,8 @@ class Negotiation:
             outcome = match(pending, states, [name for name, _ in reports])
             keys = {name: key for names in pending for name, key in names.items()}
         self._carry_out(outcome, state, operation, keys)
+        if state == Presence.JOINED and Presence.LEAVING in states:
+            raise HorovodInternalError(outcome.stuck)
         return True
 
     def _note_joined(self, states: Sequence[Presence]) -> None:
@@ -232,8 +236,6 @@ class Negotiation:
         for name, message in outcome.failed.items():
             if name in self._pending:
                 self._pending.pop(name).fail(HorovodInternalError(message, agreed=outcome.agreed))
-        if outcome.stuck and state == Presence.JOINED:
-            raise HorovodInternalError(outcome.stuck, agreed=outcome.agreed)
         if outcome.stuck and operation is not None and not operation.is_complete:
             self._pending.pop(operation.name)
             operation.fail(HorovodInternalError(outcome.stuck, agreed=outcome.agreed))
