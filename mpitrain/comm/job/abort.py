@@ -7,13 +7,16 @@ need no abort: rank 0 prints the message and all ranks exit.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import os
 import sys
+import termios
 import threading
 import time
 import traceback
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -154,9 +157,20 @@ def abort(comm: MPI.Intracomm, code: int) -> None:
         comm: Any communicator of this rank.
         code: Exit code of the job.
     """
+    _wait_until_read(2)
     with suppress(OSError):  # hide MPICH's own message about the abort
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     comm.Abort(code)
+
+
+def _wait_until_read(pipe: int) -> None:
+    """Wait until nothing is left in a pipe, or for a moment: mpirun drops what it has not read when a rank aborts."""
+    unread = array("i", [1])
+    deadline = time.monotonic() + _MOMENT
+    with suppress(OSError):  # not a pipe
+        while unread[0] and time.monotonic() < deadline:
+            fcntl.ioctl(pipe, termios.FIONREAD, unread)
+            time.sleep(0.005)
 
 
 def finalize(code: int) -> None:
@@ -181,7 +195,7 @@ def finalize(code: int) -> None:
 # Ranks that no longer communicate may end hours apart. If all end together, nothing is sent.
 
 _TAG = 3  # message tag; the watchdog uses the others on this communicator
-_MOMENT = 1.0  # seconds for all ranks to end, and for messages of a rank that left to arrive
+_MOMENT = 1.0  # seconds for all ranks to end, for mpirun to read an error message, and for messages of a rank that left to arrive
 _NAP = 1e-4, 0.05  # seconds between checks for the other ranks, at first and at most
 
 exit_status: Any = None  # last argument of sys.exit in this process
