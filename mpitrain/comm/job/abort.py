@@ -195,7 +195,7 @@ def finalize(code: int) -> None:
 # Ranks that no longer communicate may end hours apart. If all end together, nothing is sent.
 
 _TAG = 3  # message tag; the watchdog uses the others on this communicator
-_MOMENT = 1.0  # seconds for all ranks to end, for mpirun to read an error message, and for messages of a rank that left to arrive
+_MOMENT = 1.0  # seconds for all ranks to end, for mpirun to read a message, and for messages of a rank that left
 _NAP = 1e-4, 0.05  # seconds between checks for the other ranks, at first and at most
 
 exit_status: Any = None  # last argument of sys.exit in this process
