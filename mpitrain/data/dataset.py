@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpitrain.data.conversion import convert
+from mpitrain.data.decoding import ImageReader
 from mpitrain.data.folders import resolve
 from mpitrain.data.format import (
     TRAIN,
@@ -90,7 +91,14 @@ class Description:
     variables: tuple[VariableSpec, ...] | None = None
 
 
-def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None = None, apart: bool = False) -> Dataset:
+def open_dataset(
+    path: str | Path,
+    split: str = TRAIN,
+    *,
+    sequence: int | None = None,
+    apart: bool = False,
+    threads: int | None = None,
+) -> Dataset:
     """Open one split of a data set.
 
     Args:
@@ -98,6 +106,7 @@ def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None =
         split: "train" or "held_out".
         sequence: Tokens per sample. Required for data of kind "tokens", ignored for "arrays".
         apart: If true, attention must not cross documents; see `Description.apart`.
+        threads: Threads that decode images; None for one per core that this process may use.
 
     Raises:
         InputError: The folder does not exist, is not a data set, is damaged or not readable, has no such split, or has
@@ -126,7 +135,8 @@ def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None =
         )
     if manifest.kind == "tokens":
         return TokenDataset(folder, split, manifest, reader, sequence, apart)
-    return ArrayDataset(split, manifest, reader)
+    images = ImageReader(f"data set {folder}", manifest.images, threads) if manifest.images else None
+    return ArrayDataset(split, manifest, reader, images)
 
 
 class Dataset(ABC):
@@ -279,27 +289,46 @@ class TokenDataset(Dataset):
 
 
 class ArrayDataset(Dataset):
-    """A data set of arrays: sample i is row i of the fields x and y.
+    """A data set of arrays: sample i is row i of the fields x and y, or the image whose place is that row of x.
 
     Args:
         split: Name of the split.
         manifest: Manifest of the data set.
         reader: Reader of the rows of the split.
+        images: Reader of the images, if they stay encoded in the user's files.
     """
 
-    def __init__(self, split: str, manifest: DatasetManifest, reader: RowReader | PlacedReader) -> None:
+    def __init__(
+        self,
+        split: str,
+        manifest: DatasetManifest,
+        reader: RowReader | PlacedReader,
+        images: ImageReader | None = None,
+    ) -> None:
         x, y = manifest.fields
-        forms, samples = ((x.shape, x.handed), (y.shape, y.handed)), manifest.splits[split].rows
+        forms, samples = ((manifest.sample_shape, x.handed), (y.shape, y.handed)), manifest.splits[split].rows
         more: dict[str, Any] = {"columns": manifest.columns, "variables": manifest.variables}
         super().__init__(_describe(manifest, split, samples, *forms, **more), reader)
-        self._fields, self._variables = (x, y), manifest.variables or ()
+        self._fields, self._variables, self._images = (x, y), manifest.variables or (), images
 
     def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        x, y = (
-            convert(field, self._variables, self._read_windows(i, field, ids, 1, 1)[:, 0])
-            for i, field in enumerate(self._fields)
-        )
+        rows = [self._read_windows(i, field, ids, 1, 1)[:, 0] for i, field in enumerate(self._fields)]
+        if self._images:
+            rows[0] = self._images.read(rows[0])
+        x, y = (convert(field, self._variables, of) for field, of in zip(self._fields, rows, strict=True))
         return x, y
+
+    def damaged_images(self) -> Iterator[str]:
+        """Read every encoded image; yield one line for each that is damaged. Raises InputError as `read`."""
+        for first in range(0, len(self) if self._images else 0, _AHEAD):
+            ids = np.arange(first, min(first + _AHEAD, len(self)))
+            assert self._images is not None
+            yield from self._images.damages(self._read_windows(0, self._fields[0], ids, 1, 1)[:, 0])
+
+    def close(self) -> None:
+        super().close()
+        if self._images:
+            self._images.close()
 
 
 def _describe(manifest: DatasetManifest, split: str, samples: int, x: _Form, y: _Form, **more: Any) -> Description:
@@ -475,10 +504,14 @@ class Loader:
         return self._pending.popleft().result()
 
     def close(self) -> None:
-        """Stop the reader threads, after the reads that they have begun; reads that have not begun are cancelled."""
+        """Stop the reader threads, after the reads that they have begun; reads that have not begun are cancelled.
+
+        The files of the data set are closed. A later read opens them again.
+        """
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
         self._pending.clear()
+        self._dataset.close()
 
     def __enter__(self) -> Loader:
         return self

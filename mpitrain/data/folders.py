@@ -258,7 +258,7 @@ def stage(source: Path, stage: Path) -> None:
         InputError: There is not enough space, the folder is not writable, or shards are damaged.
     """
     manifest = read_manifest(source)
-    if manifest.in_place:
+    if manifest.in_place or manifest.images:
         raise InputError(
             f"data.stage copies shards, but data set {source} reads files where they lie; leave data.stage empty, or "
             "prepare the data set without --in-place"

@@ -22,7 +22,18 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.data.format import HELD_OUT, MASK, TOKENS, TRAIN, Categories, ColumnSpec, FieldSpec, Missing, Scale
+from mpitrain.data.format import (
+    HELD_OUT,
+    MASK,
+    TOKENS,
+    TRAIN,
+    Categories,
+    ColumnSpec,
+    FieldSpec,
+    ImagesSpec,
+    Missing,
+    Scale,
+)
 from mpitrain.data.order import mix64
 
 Columns = tuple[npt.NDArray[Any], ...]
@@ -52,6 +63,7 @@ class Source:
         pack: Tokens per sample, if documents are packed into samples.
         columns: Function that returns the columns of the table that x is made of; call it after the blocks were read.
         found: Function that returns further notes; call it after the blocks were read.
+        images: Form of the images, if the rows of x are places of encoded images.
     """
 
     kind: Literal["tokens", "arrays"]
@@ -66,6 +78,7 @@ class Source:
     pack: int | None = None
     columns: Callable[[], tuple[ColumnSpec, ...]] | None = None
     found: Callable[[], tuple[str, ...]] = tuple
+    images: ImagesSpec | None = None
 
 
 @dataclass(frozen=True)
