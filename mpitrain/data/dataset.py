@@ -135,7 +135,9 @@ def open_dataset(
         )
     if manifest.kind == "tokens":
         return TokenDataset(folder, split, manifest, reader, sequence, apart)
-    images = ImageReader(f"data set {folder}", manifest.images, threads) if manifest.images else None
+    images = None
+    if manifest.images:
+        images = ImageReader(f"data set {folder}", manifest.images, manifest.fields[0], threads)
     return ArrayDataset(split, manifest, reader, images)
 
 
@@ -312,11 +314,9 @@ class ArrayDataset(Dataset):
         self._fields, self._variables, self._images = (x, y), manifest.variables or (), images
 
     def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        rows = [self._read_windows(i, field, ids, 1, 1)[:, 0] for i, field in enumerate(self._fields)]
-        if self._images:
-            rows[0] = self._images.read(rows[0])
-        x, y = (convert(field, self._variables, of) for field, of in zip(self._fields, rows, strict=True))
-        return x, y
+        of_x, of_y = (self._read_windows(i, field, ids, 1, 1)[:, 0] for i, field in enumerate(self._fields))
+        x = self._images.read(of_x) if self._images else convert(self._fields[0], self._variables, of_x)
+        return x, convert(self._fields[1], self._variables, of_y)
 
     def damaged_images(self) -> Iterator[str]:
         """Read every encoded image; yield one line for each that is damaged. Raises InputError as `read`."""

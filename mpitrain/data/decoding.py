@@ -25,8 +25,9 @@ from typing import IO, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from mpitrain.data.conversion import convert
 from mpitrain.data.folders import os_errors, require_package
-from mpitrain.data.format import ImagesSpec
+from mpitrain.data.format import FieldSpec, ImagesSpec
 from mpitrain.errors import InputError, printable
 from mpitrain.storage import hdf5
 from mpitrain.storage.disk import open_plain, reason
@@ -187,35 +188,36 @@ class ImageReader:
     Args:
         label: Beginning of messages.
         spec: Folder and size of the images.
+        field: Field of x, whose pixels are converted for a model by the same threads.
         threads: Number of decoding threads; None for one per core that this process may use.
 
     Raises:
         InputError: Pillow is missing.
     """
 
-    def __init__(self, label: str, spec: ImagesSpec, threads: int | None) -> None:
+    def __init__(self, label: str, spec: ImagesSpec, field: FieldSpec, threads: int | None) -> None:
         load_decoders()
-        self._label, self._spec = label, spec
+        self._label, self._spec, self._field = label, spec, field
         self._threads = DecodingThreads(threads)
 
-    def read(self, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    def read(self, rows: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
         """Read and decode images.
 
         Args:
             rows: Places of the images, uint8 [n, bytes of a place].
 
         Returns:
-            Pixels, uint8 [n, 3, height, width].
+            Pixels as a model gets them, float32 [n, 3, height, width].
 
         Raises:
             InputError: An image is damaged, or cannot be read; the message names its file.
         """
-        out = np.empty((len(rows), *self._spec.shape), np.uint8)
+        out = np.empty((len(rows), *self._spec.shape), self._field.handed)
         crop, (height, width) = self._spec.crop, self._spec.shape[1:]
 
         def decode(number: int) -> None:
             content, name = self._content(rows[number])
-            out[number] = read_image(io.BytesIO(content), name, (height, width), crop=crop)
+            out[number] = convert(self._field, (), read_image(io.BytesIO(content), name, (height, width), crop=crop))
 
         self._threads.map(decode, range(len(rows)))
         return out
