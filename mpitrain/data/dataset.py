@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ import numpy.typing as npt
 
 from mpitrain.data.conversion import convert
 from mpitrain.data.decoding import ImageReader
-from mpitrain.data.folders import resolve
+from mpitrain.data.folders import OpenFiles, resolve
 from mpitrain.data.format import (
     TRAIN,
     UNCOUNTED,
@@ -45,8 +44,6 @@ from mpitrain.errors import InputError
 
 if TYPE_CHECKING:
     import torch
-
-OPEN_FILES = 64
 
 Ids = npt.NDArray[np.int64]
 _Form = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype of a sample
@@ -338,7 +335,7 @@ def _describe(manifest: DatasetManifest, split: str, samples: int, x: _Form, y: 
 
 
 class RowReader:
-    """Rows of one split, across all of its shards, with at most OPEN_FILES of them open.
+    """Rows of one split, across all of its shards, a bounded number of which are open.
 
     Args:
         folder: Folder of the data set.
@@ -350,9 +347,8 @@ class RowReader:
         self._folder, self._spec, self._manifest = folder, spec, manifest
         self._starts = list(accumulate((shard.rows for shard in spec.shards), initial=0))
         self._bounds = np.array(self._starts, np.int64)
-        self._open_shards: OrderedDict[int, OpenShard] = OrderedDict()
+        self._open_shards: OpenFiles[int, OpenShard] = OpenFiles()
         self._trusted: dict[int, list[bytearray]] = {}
-        self._lock = threading.Lock()
 
     def read_into(self, field: int, start: int, out: npt.NDArray[Any]) -> None:
         """Read consecutive rows of a field.
@@ -401,22 +397,18 @@ class RowReader:
         Returns:
             The shard and, for each field, one byte per extent: 1 if its hash was checked and is right.
         """
-        with self._lock:
-            shard = self._open_shards.get(number)
-            if shard is None:
-                shard = self._open_shards[number] = OpenShard(self._folder, self._spec.shards[number], self._manifest)
-                fields = range(len(self._manifest.fields))
-                self._trusted.setdefault(number, [bytearray(shard.extents(field)) for field in fields])
-                if len(self._open_shards) > OPEN_FILES:
-                    self._open_shards.popitem(last=False)  # stays open while a thread still reads it
-            else:
-                self._open_shards.move_to_end(number)
-            return shard, self._trusted[number]
+
+        def open_shard() -> OpenShard:
+            shard = OpenShard(self._folder, self._spec.shards[number], self._manifest)
+            fields = range(len(self._manifest.fields))
+            self._trusted.setdefault(number, [bytearray(shard.extents(field)) for field in fields])
+            return shard
+
+        return self._open_shards.get(number, open_shard), self._trusted[number]
 
     def close(self) -> None:
         """Close the files. A later read opens them again."""
-        with self._lock:
-            self._open_shards.clear()
+        self._open_shards.close()
 
 
 # -- Batches of one rank, from a data set and an order, read ahead by threads

@@ -13,7 +13,8 @@ The first interval holds out its first row (mix64(0) is 0), so even an input of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -42,6 +43,8 @@ GATHER_BYTES = 4 << 20
 MOST_CLASSES = 65536
 MOST_DIMENSIONS = 32  # HDF5's limit, for a field with its axis of rows
 T = TypeVar("T")
+TEST_NAMES = ("val", "valid", "validation", "test", "held_out")  # of an input's own test set
+_OF_TEST = re.compile(rf"({'|'.join(TEST_NAMES)})([-_.\d]|$)", re.IGNORECASE)
 FINEST = 10**6  # largest denominator of a fraction, so that row numbers times it fit into 64 bits
 
 
@@ -202,6 +205,16 @@ def token_source(
     return Source(
         "tokens", fields, blocks, files, None, vocabulary, tokenizer, document_end=end, pack=pack, found=late_notes
     )
+
+
+def split_own_test(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """Return the files to train on and those of the input's own test set, which are named val, test, ....
+
+    If all files have such names, there is no own test set.
+    """
+    test = [path for path in files if _OF_TEST.match(path.name)]
+    test = test if len(test) < len(files) else []
+    return [path for path in files if path not in test], test
 
 
 def finite(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:

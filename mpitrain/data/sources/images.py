@@ -49,13 +49,21 @@ from mpitrain.data.decoding import (
 )
 from mpitrain.data.folders import os_errors
 from mpitrain.data.format import FieldSpec, ImagesSpec
-from mpitrain.data.sources import GATHER_BYTES, MOST_CLASSES, Columns, PrepareOptions, Source, partition
+from mpitrain.data.sources import (
+    GATHER_BYTES,
+    MOST_CLASSES,
+    TEST_NAMES,
+    Columns,
+    PrepareOptions,
+    Source,
+    partition,
+    split_own_test,
+)
 from mpitrain.data.sources.streams import open_stream
 from mpitrain.errors import InputError
 
 SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"))
 _AT_ONCE = 64  # images in memory
-_HELD_OUT = frozenset(("val", "valid", "validation", "test", "held_out"))
 
 
 @dataclass
@@ -222,7 +230,7 @@ def _split_samples(files: Sequence[tuple[Path, Path]]) -> tuple[list[_Sample], l
     """
     folders = [path.relative_to(root).parts[:-1] for path, root in files]
     tops = {parts[0] for parts in folders if parts}
-    has_splits = "train" in tops and tops <= _HELD_OUT | {"train"}
+    has_splits = "train" in tops and tops <= {"train", *TEST_NAMES}
     train: list[_Sample] = []
     test: list[_Sample] = []
     for (path, root), parts in zip(files, folders, strict=True):
@@ -236,7 +244,6 @@ def _split_samples(files: Sequence[tuple[Path, Path]]) -> tuple[list[_Sample], l
 
 
 _ARCHIVE = re.compile(r"\.(tar(\.(gz|bz2|xz|zst))?|tgz)$", re.IGNORECASE)
-_ARCHIVE_OF_TEST = re.compile(r"(val|valid|validation|test|held_out)([-_.\d]|$)", re.IGNORECASE)
 _LABELS = ("cls", "json", "txt")  # if there are several, the first one counts
 _BROKEN: tuple[type[tarfile.TarError], ...] = tuple(
     getattr(tarfile, f"{what}HeaderError") for what in ("Invalid", "Truncated", "Empty")
@@ -266,9 +273,7 @@ def archives_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     load_decoders()
     if packed := [path for path in files if options.in_place and path.suffix.lower() != ".tar"]:
         raise InputError(f"archive {packed[0]} is compressed, so --in-place cannot read it; decompress it to a .tar")
-    own_test = [path for path in files if _ARCHIVE_OF_TEST.match(path.name)]
-    test = own_test if len(own_test) < len(files) else []
-    train = [path for path in files if path not in test]
+    train, test = split_own_test(files)
     size, labels, archive_notes = _survey_archives(files, options)
     number, names = _number_classes(labels, options.classes, files[0])
     if size is None:
