@@ -158,7 +158,7 @@ def _zarr(version: int, **options: Any) -> FileKind:
 
 
 def _variables(name: str, make: Callable[[Path], list[Path]], **options: Any) -> FileKind:
-    """Return a kind of HDF5 files or Zarr stores: prepared after the damage; with `in_place`, before it."""
+    """Return a kind of sources of arrays: prepared after the damage; with `in_place`, before it."""
 
     def index(folder: Path) -> None:
         prepare([str(folder / name)], folder / "set", held_out=0.0, options=PrepareOptions(**options))
@@ -166,7 +166,7 @@ def _variables(name: str, make: Callable[[Path], list[Path]], **options: Any) ->
     def make_and_index(folder: Path) -> list[Path]:
         files = make(folder)
         index(folder)
-        return [*files, folder / "set/dataset.json", folder / "set/index.bin"]
+        return [*files, *sorted(path for path in (folder / "set").iterdir() if path.is_file())]
 
     def read(folder: Path) -> Any:
         if "in_place" not in options:
@@ -401,6 +401,7 @@ KINDS: dict[str, FileKind] = {
     "IDX": _source(_IMAGES),
     "IDX, compressed": _source({f"{name}.gz": gzip.compress(content) for name, content in _IMAGES.items()}),
     "tar": _source({"t.tar": _tar()}),
+    "tar in place": _variables("t.tar", _one("t.tar", _tar()), in_place=True),
     "tar, compressed": _source({"t.tar.gz": gzip.compress(_tar())}),
     "parquet": _source({"t.parquet": _parquet()}),
     "Arrow": _source({"t.arrow": _arrow(False)}),

@@ -120,7 +120,7 @@ def _add_variables(prepare: argparse.ArgumentParser) -> None:
     add("--samples", metavar="AXIS", help="axis along which the samples lie, such as time [the first one]")
     add("--select", type=_names, metavar="AXIS=A:B", help="use a part of axes: time=0:365,level=2:5")
     add("--ahead", type=positive_integer, metavar="N", help="pairs on an axis of time: y lies N rows after x")
-    add("--in-place", action="store_true", help="make an index of the files and read them where they lie, no copy")
+    add("--in-place", action="store_true", help="make an index of files and read them where they lie; also images")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -175,7 +175,8 @@ def _settings(manifest: DatasetManifest) -> str:
     arguments = f" --model.sequence {manifest.pack}" if manifest.pack else ""
     x = next((each for each in manifest.fields if each.name == "x"), None)
     if manifest.kind != "tokens" and x is not None:
-        arguments += f" --model.name {'resnet' if is_image(x.shape) and not manifest.fields[-1].shape else 'mlp'}"
+        classifies_images = is_image(manifest.sample_shape) and not manifest.fields[-1].shape
+        arguments += f" --model.name {'resnet' if classifies_images else 'mlp'}"
         samples = manifest.splits[TRAIN].rows
         arguments += f" --train.batch {samples}" if samples < TrainSection().batch else ""
     return arguments
@@ -193,6 +194,7 @@ def _tokenizer(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
+    from mpitrain.data.dataset import ArrayDataset, open_dataset
     from mpitrain.data.format import read_manifest
     from mpitrain.data.in_place import verify_in_place
     from mpitrain.data.shards import verify
@@ -202,6 +204,10 @@ def _info(arguments: argparse.Namespace) -> int:
     echo(*describe(folder, manifest))
     check = verify_in_place if manifest.in_place else verify
     damages = list(check(folder, manifest)) if arguments.verify else []
+    for split in manifest.splits if arguments.verify and manifest.images and not damages else ():
+        data = open_dataset(folder, split)
+        assert isinstance(data, ArrayDataset)
+        damages += data.damaged_images()
     if damages:
         echo(*damages)
         raise InputError(f"data set {folder}: {len(damages)} damaged places, listed above; restore or prepare it again")
@@ -266,8 +272,10 @@ def _facts(folder: Path, manifest: DatasetManifest) -> Iterator[tuple[str, str]]
         yield _TITLES[name], f"{split.rows:,} {unit}, {where}"
     if manifest.kind == "arrays":
         for field in manifest.fields:
-            shape = " x ".join(str(n) for n in field.shape) or "one number"
-            yield field.name, f"{shape}, stored as {field.dtype}, read as {_READ_AS[field.given]}"
+            encoded = manifest.images is not None and field.name == "x"
+            shape = " x ".join(str(n) for n in (manifest.sample_shape if encoded else field.shape)) or "one number"
+            stored = "decoded when it is read" if encoded else f"stored as {field.dtype}"
+            yield field.name, f"{shape}, {stored}, read as {_READ_AS[field.given]}"
     for variable in (manifest.variables or ())[:_MOST_CLASSES]:
         units = f" in {variable.units}" if variable.units else ""
         scaled = (variable.shift, variable.scale) != (0.0, 1.0)
@@ -277,6 +285,8 @@ def _facts(folder: Path, manifest: DatasetManifest) -> Iterator[tuple[str, str]]
         later = manifest.in_place.ahead
         yield "in place", f"{counted(len(manifest.in_place.files), 'file')}, such as {manifest.in_place.files[0].path}"
         yield from [("pairs", f"y lies {counted(later, 'row')} after x")] * bool(later)
+    if manifest.images:
+        yield "in place", f"images in {manifest.images.root}"
     if manifest.vocabulary is not None:
         yield "vocabulary", f"{manifest.vocabulary:,}"
     if manifest.kind == "tokens":

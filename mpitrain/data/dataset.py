@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mpitrain.data.conversion import convert
-from mpitrain.data.folders import resolve
+from mpitrain.data.decoding import ImageReader
+from mpitrain.data.folders import OpenFiles, resolve
 from mpitrain.data.format import (
     TRAIN,
     UNCOUNTED,
@@ -44,8 +44,6 @@ from mpitrain.errors import InputError
 
 if TYPE_CHECKING:
     import torch
-
-OPEN_FILES = 64
 
 Ids = npt.NDArray[np.int64]
 _Form = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype of a sample
@@ -90,7 +88,14 @@ class Description:
     variables: tuple[VariableSpec, ...] | None = None
 
 
-def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None = None, apart: bool = False) -> Dataset:
+def open_dataset(
+    path: str | Path,
+    split: str = TRAIN,
+    *,
+    sequence: int | None = None,
+    apart: bool = False,
+    threads: int | None = None,
+) -> Dataset:
     """Open one split of a data set.
 
     Args:
@@ -98,6 +103,7 @@ def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None =
         split: "train" or "held_out".
         sequence: Tokens per sample. Required for data of kind "tokens", ignored for "arrays".
         apart: If true, attention must not cross documents; see `Description.apart`.
+        threads: Threads that decode images; None for one per core that this process may use.
 
     Raises:
         InputError: The folder does not exist, is not a data set, is damaged or not readable, has no such split, or has
@@ -126,7 +132,10 @@ def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None =
         )
     if manifest.kind == "tokens":
         return TokenDataset(folder, split, manifest, reader, sequence, apart)
-    return ArrayDataset(split, manifest, reader)
+    images = None
+    if manifest.images:
+        images = ImageReader(f"data set {folder}", manifest.images, manifest.fields[0], threads)
+    return ArrayDataset(split, manifest, reader, images)
 
 
 class Dataset(ABC):
@@ -279,27 +288,44 @@ class TokenDataset(Dataset):
 
 
 class ArrayDataset(Dataset):
-    """A data set of arrays: sample i is row i of the fields x and y.
+    """A data set of arrays: sample i is row i of the fields x and y, or the image whose place is that row of x.
 
     Args:
         split: Name of the split.
         manifest: Manifest of the data set.
         reader: Reader of the rows of the split.
+        images: Reader of the images, if they stay encoded in the user's files.
     """
 
-    def __init__(self, split: str, manifest: DatasetManifest, reader: RowReader | PlacedReader) -> None:
+    def __init__(
+        self,
+        split: str,
+        manifest: DatasetManifest,
+        reader: RowReader | PlacedReader,
+        images: ImageReader | None = None,
+    ) -> None:
         x, y = manifest.fields
-        forms, samples = ((x.shape, x.handed), (y.shape, y.handed)), manifest.splits[split].rows
+        forms, samples = ((manifest.sample_shape, x.handed), (y.shape, y.handed)), manifest.splits[split].rows
         more: dict[str, Any] = {"columns": manifest.columns, "variables": manifest.variables}
         super().__init__(_describe(manifest, split, samples, *forms, **more), reader)
-        self._fields, self._variables = (x, y), manifest.variables or ()
+        self._fields, self._variables, self._images = (x, y), manifest.variables or (), images
 
     def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        x, y = (
-            convert(field, self._variables, self._read_windows(i, field, ids, 1, 1)[:, 0])
-            for i, field in enumerate(self._fields)
-        )
-        return x, y
+        of_x, of_y = (self._read_windows(i, field, ids, 1, 1)[:, 0] for i, field in enumerate(self._fields))
+        x = self._images.read(of_x) if self._images else convert(self._fields[0], self._variables, of_x)
+        return x, convert(self._fields[1], self._variables, of_y)
+
+    def damaged_images(self) -> Iterator[str]:
+        """Read every encoded image; yield one line for each that is damaged. Raises InputError as `read`."""
+        for first in range(0, len(self) if self._images else 0, _AHEAD):
+            ids = np.arange(first, min(first + _AHEAD, len(self)))
+            assert self._images is not None
+            yield from self._images.damages(self._read_windows(0, self._fields[0], ids, 1, 1)[:, 0])
+
+    def close(self) -> None:
+        super().close()
+        if self._images:
+            self._images.close()
 
 
 def _describe(manifest: DatasetManifest, split: str, samples: int, x: _Form, y: _Form, **more: Any) -> Description:
@@ -309,7 +335,7 @@ def _describe(manifest: DatasetManifest, split: str, samples: int, x: _Form, y: 
 
 
 class RowReader:
-    """Rows of one split, across all of its shards, with at most OPEN_FILES of them open.
+    """Rows of one split, across all of its shards, a bounded number of which are open.
 
     Args:
         folder: Folder of the data set.
@@ -321,9 +347,8 @@ class RowReader:
         self._folder, self._spec, self._manifest = folder, spec, manifest
         self._starts = list(accumulate((shard.rows for shard in spec.shards), initial=0))
         self._bounds = np.array(self._starts, np.int64)
-        self._open_shards: OrderedDict[int, OpenShard] = OrderedDict()
+        self._open_shards: OpenFiles[int, OpenShard] = OpenFiles()
         self._trusted: dict[int, list[bytearray]] = {}
-        self._lock = threading.Lock()
 
     def read_into(self, field: int, start: int, out: npt.NDArray[Any]) -> None:
         """Read consecutive rows of a field.
@@ -372,22 +397,18 @@ class RowReader:
         Returns:
             The shard and, for each field, one byte per extent: 1 if its hash was checked and is right.
         """
-        with self._lock:
-            shard = self._open_shards.get(number)
-            if shard is None:
-                shard = self._open_shards[number] = OpenShard(self._folder, self._spec.shards[number], self._manifest)
-                fields = range(len(self._manifest.fields))
-                self._trusted.setdefault(number, [bytearray(shard.extents(field)) for field in fields])
-                if len(self._open_shards) > OPEN_FILES:
-                    self._open_shards.popitem(last=False)  # stays open while a thread still reads it
-            else:
-                self._open_shards.move_to_end(number)
-            return shard, self._trusted[number]
+
+        def open_shard() -> OpenShard:
+            shard = OpenShard(self._folder, self._spec.shards[number], self._manifest)
+            fields = range(len(self._manifest.fields))
+            self._trusted.setdefault(number, [bytearray(shard.extents(field)) for field in fields])
+            return shard
+
+        return self._open_shards.get(number, open_shard), self._trusted[number]
 
     def close(self) -> None:
         """Close the files. A later read opens them again."""
-        with self._lock:
-            self._open_shards.clear()
+        self._open_shards.close()
 
 
 # -- Batches of one rank, from a data set and an order, read ahead by threads
@@ -475,10 +496,14 @@ class Loader:
         return self._pending.popleft().result()
 
     def close(self) -> None:
-        """Stop the reader threads, after the reads that they have begun; reads that have not begun are cancelled."""
+        """Stop the reader threads, after the reads that they have begun; reads that have not begun are cancelled.
+
+        The files of the data set are closed. A later read opens them again.
+        """
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
         self._pending.clear()
+        self._dataset.close()
 
     def __enter__(self) -> Loader:
         return self

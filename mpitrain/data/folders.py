@@ -30,11 +30,12 @@ import sys
 import sysconfig
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
@@ -49,6 +50,36 @@ if TYPE_CHECKING:
     from mpitrain.data.sources import Source
 
 T = TypeVar("T")
+K = TypeVar("K")
+OPEN_FILES = 64
+
+
+class OpenFiles(Generic[K, T]):
+    """The files that were used last, at most OPEN_FILES of them, by key. Any number of threads may use it."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[K, T] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: K, open_file: Callable[[], T]) -> T:
+        """Return an open file.
+
+        Args:
+            key: Key of the file.
+            open_file: Function that opens the file if needed; it is closed when the last reference to it is dropped.
+        """
+        with self._lock:
+            if key not in self._files:
+                self._files[key] = open_file()
+                if len(self._files) > OPEN_FILES:
+                    self._files.popitem(last=False)  # stays open while a thread still reads it
+            self._files.move_to_end(key)
+            return self._files[key]
+
+    def close(self) -> None:
+        """Close the files that no thread reads. A later `get` opens them again."""
+        with self._lock:
+            self._files.clear()
 
 
 def make_dataset(
@@ -258,7 +289,7 @@ def stage(source: Path, stage: Path) -> None:
         InputError: There is not enough space, the folder is not writable, or shards are damaged.
     """
     manifest = read_manifest(source)
-    if manifest.in_place:
+    if manifest.in_place or manifest.images:
         raise InputError(
             f"data.stage copies shards, but data set {source} reads files where they lie; leave data.stage empty, or "
             "prepare the data set without --in-place"

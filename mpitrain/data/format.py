@@ -63,7 +63,7 @@ Scale = Literal["standard"]
 
 LARGEST_CHUNK = 1 << 30  # bytes of a chunk of an array in place, which must fit into memory
 _PREPARE = "python -m mpitrain.data prepare"
-_OPTIONAL = ("document_end", "pack", "variables", "in_place")  # keys that are left out where there is no value
+_OPTIONAL = ("document_end", "pack", "variables", "in_place", "images")  # keys left out where there is no value
 _LARGEST_MANIFEST = 256 << 20  # bytes
 Count = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
 Crc = Annotated[StrictInt, Field(ge=0, lt=1 << 32)]
@@ -324,6 +324,20 @@ class InPlaceSpec(_Part):
     index_crc32: Crc
 
 
+class ImagesSpec(_Part):
+    """Encoded images that stay in the user's files. The rows of x are their places; see `mpitrain.data.decoding`.
+
+    Attributes:
+        root: Absolute folder, to which the paths of the images are relative.
+        shape: Shape of a decoded image, 3 x height x width.
+        crop: True if an image of another size is scaled and cropped; false if all have this size.
+    """
+
+    root: StrictStr
+    shape: tuple[Literal[3], Annotated[StrictInt, Field(ge=1)], Annotated[StrictInt, Field(ge=1)]]
+    crop: StrictBool
+
+
 class DatasetManifest(_Part):
     """Content of dataset.json.
 
@@ -342,6 +356,7 @@ class DatasetManifest(_Part):
         columns: Columns of the table that x was made of, if it was a table.
         variables: Variables that x and y were made of, if they lay in HDF5, NetCDF or Zarr files.
         in_place: Place of the arrays, if they stay in the user's files; None if they lie in shards.
+        images: Form of the images, if they stay encoded in the user's files.
         origin: Origin of the data.
     """
 
@@ -359,6 +374,7 @@ class DatasetManifest(_Part):
     columns: tuple[ColumnSpec, ...] | None = None
     variables: tuple[VariableSpec, ...] | None = None
     in_place: InPlaceSpec | None = None
+    images: ImagesSpec | None = None
     origin: Origin
 
     @model_validator(mode="after")
@@ -372,6 +388,8 @@ class DatasetManifest(_Part):
             raise ValueError(f"fields {names} are not those of {self.kind}")
         if self.kind == "tokens" and any(field.shape for field in self.fields):
             raise ValueError("a token is one number")
+        if self.images and (self.fields[0].dtype, len(self.fields[0].shape), self.kind) != ("uint8", 1, "arrays"):
+            raise ValueError("places of images are rows of bytes")
         if self.document_end is not None and self.document_end >= (self.vocabulary or 0):
             raise ValueError(f"document_end {self.document_end} is outside the vocabulary")
         for name, split in self.splits.items():
@@ -395,6 +413,11 @@ class DatasetManifest(_Part):
         return [shard for split in self.splits.values() for shard in split.shards]
 
     @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Shape of x in a sample of arrays."""
+        return self.images.shape if self.images else self.fields[0].shape
+
+    @property
     def identity(self) -> str:
         """Eight hexadecimal digits that change if a stored value does, but not with the time or place of making."""
         splits = {name: split.model_dump(mode="json") for name, split in self.splits.items()}
@@ -405,8 +428,9 @@ class DatasetManifest(_Part):
             if self.in_place is None
             else self.in_place.model_dump(mode="json", exclude={"files": {"__all__": {"path"}}})
         )
+        images = self.images and self.images.model_dump(mode="json", exclude={"root"})
         # none of these exist in old manifests
-        extras = [value for value in (self.document_end, self.pack, parts or None, place) if value is not None]
+        extras = [value for value in (self.document_end, self.pack, parts or None, place, images) if value is not None]
         return f"{zlib.crc32(_canonical([self.kind, fields, splits, *extras])):08x}"
 
 

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import accumulate, product
 from pathlib import Path
@@ -29,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpitrain.data.conversion import parts_of
+from mpitrain.data.folders import OpenFiles
 from mpitrain.data.format import INDEX, LARGEST_CHUNK, DatasetManifest, InPlaceSpec, PlacedArray
 from mpitrain.data.sources.grids import pieces
 from mpitrain.data.sources.variables import ZarrChunks, list_variables, open_variable, reading
@@ -38,7 +37,6 @@ from mpitrain.storage import hdf5
 from mpitrain.storage.disk import open_plain, read_plain
 
 ENTRY = np.dtype([("offset", "<i8"), ("bytes", "<i8"), ("crc32", "<u4")])
-_OPEN_FILES = 64
 Index = npt.NDArray[Any]
 
 
@@ -58,8 +56,7 @@ class PlacedArrays:
         self._numbers = {(array.file, array.name): number for number, array in enumerate(spec.arrays)}
         self._trusted = bytearray((0 if check else 1).to_bytes(1, "little") * len(index))
         self._stores = {number for number, file in enumerate(spec.files) if file.store == "zarr"}
-        self._open: OrderedDict[Any, Any] = OrderedDict()
-        self._lock = threading.Lock()
+        self._open: OpenFiles[Any, Any] = OpenFiles()
 
     def read(self, file: int, name: str, first: int, stop: int) -> npt.NDArray[Any]:
         """Return rows `first` to `stop` - 1 of an array, as stored.
@@ -126,8 +123,7 @@ class PlacedArrays:
 
     def close(self) -> None:
         """Close the files. A later read opens them again."""
-        with self._lock:
-            self._open.clear()
+        self._open.close()
 
     def _read_trusted(self, number: int, block: int, first: int, into: npt.NDArray[Any]) -> bool:
         """Read rows of a contiguous array without the rest of their chunk, if that was checked before."""
@@ -207,7 +203,7 @@ class PlacedArrays:
 
     def _zarr(self, array: PlacedArray) -> tuple[Any, ZarrChunks]:
         """Return a Zarr array and the files of its chunks."""
-        return self._opened((array.file, array.name), lambda: self._open_zarr(array))
+        return self._open.get((array.file, array.name), lambda: self._open_zarr(array))
 
     def _open_zarr(self, array: PlacedArray) -> tuple[Any, ZarrChunks]:
         path = Path(self._spec.files[array.file].path)
@@ -223,7 +219,7 @@ class PlacedArrays:
         return open_variable(path, array.name), chunks
 
     def _pread(self, array: PlacedArray, block: int, offset: int, into: memoryview) -> None:
-        file = self._opened(array.file, lambda: self._open_hdf5(array.file))
+        file = self._open.get(array.file, lambda: self._open_hdf5(array.file))
         try:
             done = hdf5.read_at(file.fileno(), into, offset) if offset >= 0 else 0
         except OSError as error:
@@ -245,15 +241,6 @@ class PlacedArrays:
             problem = f"has {size} bytes where the index says {spec.bytes}" if is_hdf5 else "is not an HDF5 file"
             raise InputError(f"{label} {problem}; restore it, or prepare the data set again")
         return file
-
-    def _opened(self, key: Any, make: Any) -> Any:
-        with self._lock:
-            if key not in self._open:
-                self._open[key] = make()
-                if len(self._open) > _OPEN_FILES:
-                    self._open.popitem(last=False)  # stays open while a thread still reads it
-            self._open.move_to_end(key)
-            return self._open[key]
 
     def _error(self, array: PlacedArray, block: int, problem: str) -> InputError:
         first = block * array.chunk[0]

@@ -39,13 +39,16 @@ def data_paths(config: Config) -> list[str]:
     return list(config.data.mix) or [config.data.factory or config.data.path]
 
 
-def open_split(config: Config, split: str, find: Callable[[str], Path] = resolve) -> Dataset | None:
+def open_split(
+    config: Config, split: str, find: Callable[[str], Path] = resolve, threads: int | None = None
+) -> Dataset | None:
     """Open one split of a configuration's data; return None if the data has no such split.
 
     Args:
         config: Configuration with the data sets and the tokens per sample.
         split: "train" or "held_out".
         find: Function that returns the folder of a value of data.path or a name in data.mix.
+        threads: Threads that decode images; see `open_dataset`.
 
     Raises:
         InputError: The data cannot be opened; see `open_dataset` and `open_mix`.
@@ -54,12 +57,12 @@ def open_split(config: Config, split: str, find: Callable[[str], Path] = resolve
         from mpitrain.data.user_dataset import open_factory  # imports torch
 
         return open_factory(config, split)
-    sequence, separate = config.model.sequence, config.data.documents == "apart"
+    form: dict[str, Any] = {"sequence": config.model.sequence, "apart": config.data.documents == "apart"}
     if config.data.mix:
-        return open_mix(config.data.mix, split, find=find, sequence=sequence, apart=separate)
+        return open_mix(config.data.mix, split, find=find, threads=threads, **form)
     folder = find(config.data.path)
     exists = split == TRAIN or split in read_manifest(folder).splits
-    return open_dataset(folder, split, sequence=sequence, apart=separate) if exists else None
+    return open_dataset(folder, split, threads=threads, **form) if exists else None
 
 
 def check_data(config: Config, data: Dataset) -> None:
@@ -218,6 +221,7 @@ def open_mix(
     find: Callable[[str], Path],
     sequence: int | None = None,
     apart: bool = False,
+    threads: int | None = None,
 ) -> Dataset | None:
     """Open one split of several data sets, mixed by weight.
 
@@ -227,6 +231,7 @@ def open_mix(
         find: Function that returns the folder of a data set.
         sequence: Tokens per sample; see `open_dataset`.
         apart: If true, attention must not cross documents; see `open_dataset`.
+        threads: Threads that decode images of each part; see `open_dataset`.
 
     Returns:
         The data set; None if no part has such a split.
@@ -240,7 +245,7 @@ def open_mix(
     there = [path for path in mix if split == TRAIN or split in manifests[path].splits]
     if not there:
         return None
-    parts = [open_dataset(folders[path], split, sequence=sequence, apart=apart) for path in there]
+    parts = [open_dataset(folders[path], split, sequence=sequence, apart=apart, threads=threads) for path in there]
     for path, part in zip(there, parts, strict=True):
         one, other = _describe_form(parts[0].description), _describe_form(part.description)
         if one != other:

@@ -109,6 +109,7 @@ def finish_manifest(
             classes=tally.classes(),
             splits={name: split.model_copy(update=tally.counts(name)) for name, split in splits.items()},
             columns=source.columns() if source.columns else None,
+            images=source.images,
             origin=Origin(sources=tuple(names), files=source.files, prepared=now, notes=notes),
             **more,
         ),

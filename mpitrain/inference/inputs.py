@@ -25,10 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mpitrain.data import Dataset, Description, open_dataset, read_manifest
+from mpitrain.data.decoding import BadImage, load_decoders, read_image
 from mpitrain.data.format import HELD_OUT, TRAIN, ColumnSpec, is_dataset
 from mpitrain.data.prepare import files_below
 from mpitrain.data.sources.documents import TextFields
-from mpitrain.data.sources.images import BadImage, is_image, load_decoders, read_image
+from mpitrain.data.sources.images import is_image
 from mpitrain.data.sources.table_files import cells_of_table, is_table, open_table, rows_of_table, width
 from mpitrain.errors import InputError
 from mpitrain.inference.prompts import TextCodec, texts_of

@@ -77,7 +77,8 @@ def open_data(config: Config, world: Communicator) -> tuple[Dataset, Dataset | N
         return staged_folder(resolve(path), Path(stage)) if stage else resolve(path)
 
     def open_both() -> tuple[Dataset, Dataset | None]:
-        data, held_out = open_split(config, TRAIN, find), open_split(config, HELD_OUT, find)
+        threads = world.process.cores.per_rank
+        data, held_out = (open_split(config, split, find, threads) for split in (TRAIN, HELD_OUT))
         assert data is not None
         check_data(config, data)
         augment_of(config).check(data.description)

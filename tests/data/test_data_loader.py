@@ -43,6 +43,9 @@ class Slow:
         time.sleep(self.seconds(len(self.reads)))
         return self.data.read(ids)
 
+    def close(self):
+        self.data.close()
+
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_batches_follow_the_order_of_the_seed(tokens, workers):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mpitrain.data import dataset, open_dataset
+from mpitrain.data import folders, open_dataset
 from mpitrain.data.format import read_manifest
 from mpitrain.data.shards import OpenShard, verify
 from mpitrain.errors import InputError
@@ -74,7 +74,7 @@ def test_the_identity_depends_only_on_the_content(tokens_set):
 
 
 def test_the_number_of_open_files_is_bounded(tokens_set, monkeypatch):
-    monkeypatch.setattr(dataset, "OPEN_FILES", 5)
+    monkeypatch.setattr(folders, "OPEN_FILES", 5)
     folder, content = tokens_set(2000, shard=50)
     tokens = open_dataset(folder, sequence=10)
 
@@ -94,7 +94,7 @@ def test_the_number_of_open_files_is_bounded(tokens_set, monkeypatch):
 
 
 def test_threads_may_share_a_data_set(tokens_set, monkeypatch):
-    monkeypatch.setattr(dataset, "OPEN_FILES", 2)
+    monkeypatch.setattr(folders, "OPEN_FILES", 2)
     folder, content = tokens_set(3000, shard=100)
     tokens = open_dataset(folder, sequence=7)
     wrong = []

@@ -19,7 +19,7 @@ from support import one_line
 
 from mpitrain.checkpoint import contents
 from mpitrain.checkpoint.manifest import encode, read_manifest
-from mpitrain.data.sources.images import read_image
+from mpitrain.data.decoding import read_image
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.inference import inputs
 from mpitrain.loading import TASK, load_model, load_task

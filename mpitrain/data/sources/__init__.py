@@ -13,7 +13,8 @@ The first interval holds out its first row (mix64(0) is 0), so even an input of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -22,7 +23,18 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.data.format import HELD_OUT, MASK, TOKENS, TRAIN, Categories, ColumnSpec, FieldSpec, Missing, Scale
+from mpitrain.data.format import (
+    HELD_OUT,
+    MASK,
+    TOKENS,
+    TRAIN,
+    Categories,
+    ColumnSpec,
+    FieldSpec,
+    ImagesSpec,
+    Missing,
+    Scale,
+)
 from mpitrain.data.order import mix64
 
 Columns = tuple[npt.NDArray[Any], ...]
@@ -31,6 +43,8 @@ GATHER_BYTES = 4 << 20
 MOST_CLASSES = 65536
 MOST_DIMENSIONS = 32  # HDF5's limit, for a field with its axis of rows
 T = TypeVar("T")
+TEST_NAMES = ("val", "valid", "validation", "test", "held_out")  # of an input's own test set
+_OF_TEST = re.compile(rf"({'|'.join(TEST_NAMES)})([-_.\d]|$)", re.IGNORECASE)
 FINEST = 10**6  # largest denominator of a fraction, so that row numbers times it fit into 64 bits
 
 
@@ -52,6 +66,7 @@ class Source:
         pack: Tokens per sample, if documents are packed into samples.
         columns: Function that returns the columns of the table that x is made of; call it after the blocks were read.
         found: Function that returns further notes; call it after the blocks were read.
+        images: Form of the images, if the rows of x are places of encoded images.
     """
 
     kind: Literal["tokens", "arrays"]
@@ -66,6 +81,7 @@ class Source:
     pack: int | None = None
     columns: Callable[[], tuple[ColumnSpec, ...]] | None = None
     found: Callable[[], tuple[str, ...]] = tuple
+    images: ImagesSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -189,6 +205,16 @@ def token_source(
     return Source(
         "tokens", fields, blocks, files, None, vocabulary, tokenizer, document_end=end, pack=pack, found=late_notes
     )
+
+
+def split_own_test(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """Return the files to train on and those of the input's own test set, which are named val, test, ....
+
+    If all files have such names, there is no own test set.
+    """
+    test = [path for path in files if _OF_TEST.match(path.name)]
+    test = test if len(test) < len(files) else []
+    return [path for path in files if path not in test], test
 
 
 def finite(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from mpitrain.data.conversion import parts_of
 from mpitrain.data.format import FieldSpec, SplitRows, VariableSpec, read_manifest
-from mpitrain.data.sources import GATHER_BYTES, Columns, PrepareOptions, Source
+from mpitrain.data.sources import GATHER_BYTES, Columns, PrepareOptions, Source, split_own_test
 from mpitrain.data.sources.arrays import Array, make_field
 from mpitrain.data.sources.file_reader import FileReader
 from mpitrain.data.sources.table import Moments
@@ -33,7 +33,6 @@ from mpitrain.data.sources.variables import Variable
 from mpitrain.data.split_rows import divide_rows, rows_of, sample_mask
 from mpitrain.errors import InputError, printable
 
-_OWN_TEST = re.compile(r"(val|valid|validation|test|held_out)([-_.\d]|$)", re.IGNORECASE)
 _RANGE = re.compile(r"(.+)=(\d{0,18}):(\d{0,18})")
 _SHOWN = 12  # variables in a message
 _MISSING = ("mean", "zero")
@@ -77,22 +76,15 @@ class Grid:
         """Yield (first row, one array [k, *shape] per field) for samples `first` to `stop` - 1 of a split, in order."""
         low, high = (int(rows_of(split, np.array([i], np.int64))[0]) for i in (first, stop - 1))
         step = max(1, GATHER_BYTES // max(1, sum(each.row_bytes for each in self.fields)))
-        chunks = [v.chunk[self.axis[name]] for name, v in self.files[0].items() if v.chunk]
-        step = (
-            -(-step // max(chunks, default=1)) * max(chunks, default=1) if max(chunks, default=1) < 8 * step else step
-        )
+        chunk = max((v.chunk[self.axis[name]] for name, v in self.files[0].items() if v.chunk), default=1)
+        step = -(-step // chunk) * chunk if chunk < 8 * step else step
         begin = low
         while begin <= high:
             end = min(high + 1, begin - begin % step + step)
             mask = sample_mask(split, begin, end)
             if mask.any():
-                yield (
-                    begin,
-                    tuple(
-                        self.read(number, begin + self.ahead * number, end + self.ahead * number)[mask]
-                        for number in (0, 1)
-                    ),
-                )
+                x = self.read(0, begin, end)[mask]
+                yield begin, (x, self.read(1, begin + self.ahead, end + self.ahead)[mask])
             begin = end
 
     def read(self, number: int, first: int, stop: int) -> npt.NDArray[Any]:
@@ -167,12 +159,10 @@ def grid_source(files: Sequence[Path], options: PrepareOptions) -> GridSource:
     """
     if options.missing not in (None, *_MISSING):
         raise InputError(f"--missing {options.missing} is for tables; use --missing mean or zero for these sources")
-    test = [path for path in files if _OWN_TEST.match(path.name)]
-    test = test if len(test) < len(files) else []
-    ordered = [*(path for path in files if path not in test), *test]
+    train, test = split_own_test(files)
+    ordered, training = [*train, *test], len(train)
     reader = FileReader()
     listed = [reader.variables(path) for path in ordered]
-    training = len(ordered) - len(test)
     x, y = _choose(listed[0], ordered[0], options)
     names = list(dict.fromkeys((*x, *y)))
     axis = {name: _axis(listed[0][name], options.samples) for name in names}

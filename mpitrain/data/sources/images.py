@@ -16,15 +16,18 @@ A class is a number or a name: the text of .cls or .txt, or the value of a .json
 "class". Archives whose names begin with val, valid, validation, test or held_out are the input's own held-out set, if
 there are other archives too. Archives are read as streams, twice. Nothing is extracted to a disk, links in them are not
 followed, and their paths are used only as keys and in messages.
+
+With --in-place, images stay where they lie, in their files or in uncompressed archives. Each is decoded once, to see
+that it can be, and its place becomes the row of x (see `mpitrain.data.decoding`).
 """
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import tarfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,15 +38,32 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.data.folders import os_errors, require_package
-from mpitrain.data.format import FieldSpec
-from mpitrain.data.sources import GATHER_BYTES, MOST_CLASSES, Columns, PrepareOptions, Source, partition
+from mpitrain.data.decoding import (
+    BadImage,
+    DecodingThreads,
+    decode_image,
+    encode_place,
+    load_decoders,
+    place_bytes,
+    read_image,
+)
+from mpitrain.data.folders import os_errors
+from mpitrain.data.format import FieldSpec, ImagesSpec
+from mpitrain.data.sources import (
+    GATHER_BYTES,
+    MOST_CLASSES,
+    TEST_NAMES,
+    Columns,
+    PrepareOptions,
+    Source,
+    partition,
+    split_own_test,
+)
 from mpitrain.data.sources.streams import open_stream
 from mpitrain.errors import InputError
 
 SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"))
-_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # without those for which Pillow starts other programs
-_HELD_OUT = frozenset(("val", "valid", "validation", "test", "held_out"))
+_AT_ONCE = 64  # images in memory
 
 
 @dataclass
@@ -52,28 +72,29 @@ class _Sample:
 
     Attributes:
         place: Name in messages.
-        image: Image file, or its content; None if an archive has only a class.
+        file: Image file, or archive.
+        image: Content of the image; None for an image file, or if an archive has only a class.
         label: Class; empty if a file of an archive contains none, None if there is no such file.
         others: Names of other members of the archive.
+        offset: Offset of the image in an archive, in bytes.
     """
 
     place: str
-    image: Path | bytes | None = None
+    file: Path
+    image: bytes | None = None
     label: str | None = None
     others: Sequence[str] = ()
+    offset: int = 0
 
-    def parts(self) -> tuple[Path | IO[bytes], str]:
-        """Return the image file and the class. Raises BadImage if one of them is missing."""
+    def parts(self) -> tuple[IO[bytes], str]:
+        """Return the image as a file in memory, and the class. Raises BadImage if one of them is missing."""
         skip = "or skip such samples with --skip-bad"
         if not self.label:
             raise BadImage(f"{self.place} has no class in a .cls, .json or .txt file; add one, {skip}")
-        if self.image is None:
+        if self.image is None and is_archive(self.file):
             raise BadImage(f"{self.place} has a class but no image; add one, {skip}")
-        return io.BytesIO(self.image) if isinstance(self.image, bytes) else self.image, self.label
-
-
-class BadImage(InputError):
-    """An image that cannot be read. Such an image may be skipped."""
+        with os_errors(f"{self.place} cannot be read"):
+            return io.BytesIO(self.file.read_bytes() if self.image is None else self.image), self.label
 
 
 def is_image(path: Path) -> bool:
@@ -98,9 +119,8 @@ def images_source(files: Sequence[tuple[Path, Path]], options: PrepareOptions) -
         raise InputError(f"source {files[0][1]} has only the class {classes[0]}; put each class into its own folder")
     size = options.size or _first_size([*train, *test], skip_bad=options.skip_bad)
     number = {label: i for i, label in enumerate(classes)}
-    return _pixels_source(
-        lambda: train, (lambda: test) if test else None, number, size, options, len(files), tuple(classes)
-    )
+    every = [path for path, _ in files]
+    return _pixels_source(lambda: train, (lambda: test) if test else None, number, size, options, every, tuple(classes))
 
 
 _Samples = Callable[[], Iterable[_Sample]]
@@ -112,7 +132,7 @@ def _pixels_source(
     number: Mapping[str, int],
     size: tuple[int, int],
     options: PrepareOptions,
-    files: int,
+    files: Sequence[Path],
     classes: tuple[str, ...] | None,
     notes: tuple[str, ...] = (),
 ) -> Source:
@@ -124,48 +144,70 @@ def _pixels_source(
         number: Number of each class, by label.
         size: Height and width of all images.
         options: With `size`, images are scaled to it; with `skip_bad`, unreadable ones are skipped.
-        files, classes, notes: Attributes of the `Source`.
+        files: Image files, or archives.
+        classes, notes: Attributes of the `Source`.
     """
     skipped: list[str] = []
+    images, width = None, 0
+    if options.in_place:
+        root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in files])
+        images = ImagesSpec(root=root, shape=(3, *size), crop=options.size is not None)
+        width = place_bytes(os.path.relpath(path, root) for path in files)
+
+    def row(sample: _Sample) -> tuple[npt.NDArray[np.uint8], str]:
+        file, label = sample.parts()
+        pixels = read_image(file, sample.place, size, crop=options.size is not None)
+        if images is None:
+            return pixels, label
+        file.seek(0)
+        return encode_place(os.path.relpath(sample.file, images.root), sample.offset, file.read(), width), label
+
     step = max(1, GATHER_BYTES // (3 * size[0] * size[1]))
 
     def rows(samples: _Samples) -> Iterator[Columns]:
-        readable = _read_images(samples(), size, options, skipped)
+        readable = _read_images(samples(), row, skipped if options.skip_bad else None)
         while batch := list(islice(readable, step)):
-            pixels, labels = zip(*batch, strict=True)
-            yield np.stack(pixels), np.array([number[label] for label in labels], np.int32)
+            of_x, labels = zip(*batch, strict=True)
+            yield np.stack(of_x), np.array([number[label] for label in labels], np.int32)
 
     def skipped_note() -> tuple[str, ...]:
         return (f"left out {len(skipped)} images that cannot be read, such as {skipped[0]}",) if skipped else ()
 
-    x = FieldSpec(name="x", dtype="uint8", shape=(3, *size), given="unit")
+    x = FieldSpec(name="x", dtype="uint8", shape=(width,) if images else (3, *size), given="unit")
     y = FieldSpec(name="y", dtype="int32", shape=(), given="integer")
-    return Source("arrays", (x, y), partition(rows, train, test), files, classes, notes=notes, found=skipped_note)
+    blocks = partition(rows, train, test)
+    return Source("arrays", (x, y), blocks, len(files), classes, notes=notes, found=skipped_note, images=images)
 
 
 def _read_images(
-    samples: Iterable[_Sample], size: tuple[int, int], options: PrepareOptions, skipped: list[str]
+    samples: Iterable[_Sample],
+    row: Callable[[_Sample], tuple[npt.NDArray[np.uint8], str]],
+    skipped: list[str] | None,
 ) -> Iterator[tuple[npt.NDArray[np.uint8], str]]:
-    """Yield (image, class) of each sample; with --skip-bad, append the names of unreadable ones to `skipped`."""
-    for sample in samples:
-        try:
-            file, label = sample.parts()
-            yield read_image(file, sample.place, size, crop=options.size is not None), label
-        except BadImage:
-            if not options.skip_bad:
-                raise
-            skipped.append(sample.place.removeprefix("image "))
+    """Yield (row of x, class) of each sample, in order, computed by threads.
 
-
-def load_decoders() -> None:
-    """Load Pillow, before any other work is done.
-
-    Raises:
-        InputError: Pillow is not installed.
+    Args:
+        samples: Images with their classes.
+        row: Function of a sample that returns its row. Raises BadImage.
+        skipped: List to which the names of unreadable images are appended; None if these raise BadImage.
     """
-    with require_package("images need", "pillow"):
-        from PIL import Image
-    Image.init()  # loads the decoders; `open` does so only if no list of formats is given
+
+    def attempt(sample: _Sample) -> tuple[npt.NDArray[np.uint8], str] | None:
+        try:
+            return row(sample)
+        except BadImage:
+            if skipped is None:
+                raise
+            return None
+
+    remaining = iter(samples)
+    with DecodingThreads() as threads:
+        while some := list(islice(remaining, _AT_ONCE)):
+            for sample, result in zip(some, threads.map(attempt, some), strict=True):
+                if result is not None:
+                    yield result
+                elif skipped is not None:
+                    skipped.append(sample.place.removeprefix("image "))
 
 
 def _first_size(images: Sequence[_Sample], *, skip_bad: bool) -> tuple[int, int]:
@@ -188,85 +230,20 @@ def _split_samples(files: Sequence[tuple[Path, Path]]) -> tuple[list[_Sample], l
     """
     folders = [path.relative_to(root).parts[:-1] for path, root in files]
     tops = {parts[0] for parts in folders if parts}
-    has_splits = "train" in tops and tops <= _HELD_OUT | {"train"}
+    has_splits = "train" in tops and tops <= {"train", *TEST_NAMES}
     train: list[_Sample] = []
     test: list[_Sample] = []
     for (path, root), parts in zip(files, folders, strict=True):
         below = parts[1:] if has_splits else parts
         images = test if has_splits and parts[0] != "train" else train
-        images.append(_Sample(f"image {path}", path, below[0] if below else root.resolve().name))
+        images.append(_Sample(f"image {path}", path, label=below[0] if below else root.resolve().name))
     return train, test
-
-
-def read_image(file: Path | IO[bytes], label: str, size: tuple[int, int], *, crop: bool) -> npt.NDArray[np.uint8]:
-    """Return an image of a given size.
-
-    Args:
-        file: Image file.
-        label: Name in messages.
-        size: Height and width in pixels.
-        crop: If true, scale and crop the image to `size`; if false, it must have that size.
-
-    Returns:
-        Pixels, uint8 [3, height, width].
-
-    Raises:
-        BadImage: The image cannot be read.
-        InputError: The image has another size, or more than 8 bits.
-    """
-    pixels = decode_image(file, label, size if crop else None)
-    if pixels.shape[:2] != size:
-        raise InputError(
-            f"{label} is {pixels.shape[0]}x{pixels.shape[1]}, but the first is {size[0]}x{size[1]} (height x width); "
-            f"choose a common size, such as --size {size[0]}x{size[1]}"
-        )
-    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
-
-
-def decode_image(file: Path | IO[bytes], label: str, fit: tuple[int, int] | None = None) -> npt.NDArray[np.uint8]:
-    """Decode an image to RGB.
-
-    Args:
-        file: Image file.
-        label: Name in messages.
-        fit: Height and width to which it is scaled and cropped; None keeps its size.
-
-    Returns:
-        Pixels, uint8 [height, width, 3].
-
-    Raises:
-        BadImage: The image cannot be read.
-        InputError: The image has more than 8 bits.
-    """
-    from PIL import Image, ImageOps
-
-    fix = "remove it, or skip such images with --skip-bad"
-    with os_errors(f"{label} cannot be read"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about large images and odd tags
-        try:
-            with Image.open(file, formats=_FORMATS) as image_file:
-                if image_file.mode[0] in "IF":  # RGB would cut these off at 255
-                    raise InputError(f"{label} has pixels of more than 8 bits; save such data as x.npy and y.npy")
-                image: Any = ImageOps.exif_transpose(image_file).convert("RGB")
-            if fit:
-                image = ImageOps.fit(image, (fit[1], fit[0]), Image.Resampling.BILINEAR)
-            return np.asarray(image)
-        except Image.UnidentifiedImageError:
-            raise BadImage(f"{label} is not an image, although its name says so; {fix}") from None
-        except InputError:
-            raise
-        except Exception as error:  # decoders document no exceptions for broken images
-            if isinstance(error, OSError) and error.errno is not None:  # an error of the disk, not of the image
-                raise
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise BadImage(f"{label} cannot be decoded ({reason}); {fix}") from None
 
 
 # -- archives
 
 
 _ARCHIVE = re.compile(r"\.(tar(\.(gz|bz2|xz|zst))?|tgz)$", re.IGNORECASE)
-_ARCHIVE_OF_TEST = re.compile(r"(val|valid|validation|test|held_out)([-_.\d]|$)", re.IGNORECASE)
 _LABELS = ("cls", "json", "txt")  # if there are several, the first one counts
 _BROKEN: tuple[type[tarfile.TarError], ...] = tuple(
     getattr(tarfile, f"{what}HeaderError") for what in ("Invalid", "Truncated", "Empty")
@@ -294,9 +271,9 @@ def archives_source(files: Sequence[Path], options: PrepareOptions) -> Source:
         InputError: Pillow is missing, an archive is damaged, or its samples have no classes.
     """
     load_decoders()
-    own_test = [path for path in files if _ARCHIVE_OF_TEST.match(path.name)]
-    test = own_test if len(own_test) < len(files) else []
-    train = [path for path in files if path not in test]
+    if packed := [path for path in files if options.in_place and path.suffix.lower() != ".tar"]:
+        raise InputError(f"archive {packed[0]} is compressed, so --in-place cannot read it; decompress it to a .tar")
+    train, test = split_own_test(files)
     size, labels, archive_notes = _survey_archives(files, options)
     number, names = _number_classes(labels, options.classes, files[0])
     if size is None:
@@ -308,7 +285,7 @@ def archives_source(files: Sequence[Path], options: PrepareOptions) -> Source:
         )
 
     others = partial(samples, test) if test else None
-    return _pixels_source(partial(samples, train), others, number, size, options, len(files), names, archive_notes)
+    return _pixels_source(partial(samples, train), others, number, size, options, files, names, archive_notes)
 
 
 def _survey_archives(
@@ -408,36 +385,39 @@ class _TarHeader(tarfile.TarInfo):
 def _read_samples(path: Path) -> Iterator[_Sample]:
     """Yield the samples of an archive, in order."""
     for (folder, key), members in groupby(_read_members(path), _key):
-        image, labels, others = None, dict[str, bytes](), []
-        for name, content in members:
+        image, offset, labels, others = None, 0, dict[str, bytes](), []
+        for name, content, begin in members:
             name = name.rpartition("/")[2]
             ending = name.partition(".")[2].lower()
             if f".{ending}" in SUFFIXES and image is None and content is not None:
-                image = content
+                image, offset = content, begin
             elif ending in _LABELS and content is not None and len(content) <= _LARGEST_LABEL:
                 labels[ending] = content
             else:
                 others.append(ascii(name)[1:-1][:_LONGEST_NAME])
         ending = next((ending for ending in _LABELS if ending in labels), "")
         label = _parse_label(labels[ending], ending == "json") if ending else None
-        yield _Sample(f"{ascii(folder + key)[1:-1]:.200} in archive {path}", image, label, others)
+        yield _Sample(f"{ascii(folder + key)[1:-1]:.200} in archive {path}", path, image, label, others, offset)
 
 
-def _key(member: tuple[str, object]) -> tuple[str, str]:
+def _key(member: tuple[str, object, object]) -> tuple[str, str]:
     """Return the folder of a member, with its slash, and its key."""
     folder, slash, name = member[0].rpartition("/")
     return folder + slash, name.partition(".")[0]
 
 
-def _read_members(path: Path) -> Iterator[tuple[str, bytes | None]]:
-    """Yield (name, content) of every member except folders; the content is None unless it is an image or a label."""
+def _read_members(path: Path) -> Iterator[tuple[str, bytes | None, int]]:
+    """Yield (name, content, offset) of every member except folders; content is None unless it is an image or a label.
+
+    The offset is that in the decompressed archive, in bytes.
+    """
     with os_errors(f"archive {path} cannot be read"):
         try:
             with open_stream(path) as file, tarfile.open(fileobj=file, mode="r|*", tarinfo=_TarHeader) as archive:
                 while (member := archive.next()) is not None:
                     archive.members.clear()  # type: ignore[attr-defined]  # else tarfile keeps all of them
                     if not member.isdir():
-                        yield member.name, _read_member(archive, member, path)
+                        yield member.name, _read_member(archive, member, path), member.offset_data
         except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:  # from malformed headers
             raise InputError(f"archive {path} is not a complete tar file ({error}); restore it") from None
 

@@ -119,7 +119,8 @@ class Evaluator(Trainer):
                 raise refusal(f"data.factory {self.config.data.factory} has no {split} samples; choose another --split")
             return data
         agree_on_errors(world, lambda: resolve(path) if world.local_rank == 0 else None)
-        return agree_on_errors(world, lambda: open_dataset(resolve(path), split, sequence=sequence))
+        threads = world.process.cores.per_rank
+        return agree_on_errors(world, lambda: open_dataset(resolve(path), split, sequence=sequence, threads=threads))
 
     def prepare(self) -> None:
         """Prepare as for training, and add the metrics that training leaves out because they take longer.
