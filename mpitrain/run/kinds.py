@@ -72,6 +72,12 @@ def require_library(kind: str) -> None:
     if importlib.util.find_spec(f"mpitrain.{kind}") is None:
         raise refusal(f"the script imports {kind}, and this version of mpitrain has no mpitrain.{kind}")
     package = importlib.import_module(f"mpitrain.{kind}")
+    if kind == "deepspeed":
+        from mpitrain.run.workers import use_in_every_loader
+
+        use_in_every_loader()
+        package.use_as_deepspeed()
+        return
     sys.modules[kind] = package
     if kind == "horovod":
         sys.modules["horovod.torch"] = importlib.import_module("mpitrain.horovod.torch")
