@@ -129,14 +129,23 @@ class TrainingEngine:
         """
         sharding = self._engine.sharding
         with sharding.parameters.unshard_all():
+            places = [parameter.data for parameter in parameters]
+            for parameter in parameters:
+                parameter.data = parameter.data.clone()  # the ranks of a node may share the original
             yield
+            for parameter, place in zip(parameters, places, strict=True):
+                changed, parameter.data = parameter.data, place
+                if source is not None:
+                    self.mesh.world.broadcast(changed, source)
+                    place.copy_(changed)
             if source is not None:
-                for parameter in parameters:
-                    self.mesh.world.broadcast(parameter.data, source)
                 sharding.parameters.take_values()
-        for flat in sharding.flat_parameters if source is not None else ():
-            if flat.stored is not None:
-                flat.value.copy_(flat.stored)
+        if source is not None:
+            with torch.no_grad():
+                for flat in sharding.flat_parameters:
+                    if flat.stored is not None:
+                        flat.value.copy_(flat.stored)
+            sharding.parameters.publish()
 
     def train(self, mode: bool = True) -> TrainingEngine:
         self.module.train(mode)
