@@ -132,7 +132,7 @@ def initialize(
         settings,
         world,
         optimizer=optimizer if optimizer is not None else _with_groups(model, model_parameters, read),
-        loss=model.criterion() if isinstance(model, PipelineModule) else None,
+        loss=model.make_loss() if isinstance(model, PipelineModule) else None,
         scheduler=lr_scheduler,
     )
     if hasattr(args, "local_rank"):

@@ -18,6 +18,7 @@ from mpitrain.deepspeed.names import explain_missing_method
 from mpitrain.deepspeed.utils import RepeatingLoader
 from mpitrain.errors import InputError, refusal
 from mpitrain.storage.disk import write_whole
+from mpitrain.trainer.user_loop.training_engine import PipelineEngine as StagedEngine
 from mpitrain.trainer.user_loop.training_engine import TrainingEngine
 
 LATEST = "latest"  # file with the tag of the newest checkpoint
@@ -352,7 +353,9 @@ class PipelineEngine(DeepSpeedEngine):
 
     def __init__(self, engine: TrainingEngine, values: Mapping[str, Any], training_data: Any, collate_fn: Any) -> None:
         super().__init__(engine, values, training_data, collate_fn)
-        self._engine.defers = False
+        engine.defers = False
+        if isinstance(engine, StagedEngine):
+            engine.evaluate_whole_batches()
         self._batches: Iterator[Any] | None = None
         if self.training_dataloader is not None:
             self.set_dataloader(RepeatingLoader(self.training_dataloader))

@@ -29,7 +29,6 @@ _INSTEAD = {
     "inference": "mt.load_model or python -m mpitrain.generate",
     "tp_model_init": "mt.initialize(plan=...)",
     "moe": "an mpitrain configuration, or experts in the model that every rank has",
-    "ops.sparse_attention": "a mask in the model's attention",
     "ops": "a class of torch.optim, or optimizer.type of the configuration",
     "zero.register_external_parameter": "ZeRO stage 2, or a use of the parameter in its own module",
     "zero.TiledLinear": "model.tiled of an mpitrain configuration",
@@ -120,5 +119,4 @@ def _place(root: ModuleType, path: str, module: ModuleType) -> None:
             setattr(parent, name, sys.modules[full])
         parent = sys.modules[full]
     sys.modules[f"deepspeed.{path}"] = module
-    if parent is not module:
-        setattr(parent, last, module)
+    setattr(parent, last, module)

@@ -136,7 +136,7 @@ class PipelineModule(nn.Module):
             x = checkpoint(run, begin, begin + interval, x)
         return x
 
-    def criterion(self) -> Callable[[Any, Any], torch.Tensor]:
+    def make_loss(self) -> Callable[[Any, Any], torch.Tensor]:
         """Return the loss function, in which all microbatches count the same, whatever targets they mask."""
         if self.loss_fn is None:
             raise refusal("PipelineModule has no loss; pass loss_fn=")

@@ -473,6 +473,10 @@ class PipelineEngine(TrainingEngine):
     def step(self) -> bool:
         raise unsupported_in_stages("engine.step")
 
+    def evaluate_whole_batches(self) -> None:
+        """Let `evaluate` send each batch through the stages in one piece, for losses whose parts have other means."""
+        self._engine.pipeline.microbatches = 1
+
     def train_batch(self, batches: Iterator[tuple[Any, Any]]) -> float:
         """Take a whole step on the next microbatches (x, y) of an iterator. Collective.
 
