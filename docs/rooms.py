@@ -21,6 +21,7 @@ WORDS = {
     "planner": "seconds and bytes of layouts, without ranks",
     "parallel": "the axes: data, pipeline, tensor, and their rules",
     "loose": "parameter server, averages of replicas",
+    "deepspeed": "DeepSpeed's names",
     "backend": "torch.distributed", "data": "HDF5", "models": "gpt, resnet, HF", "shard": "DDP, ZeRO", "pipe": "stages",
     "tensor": "divided layers", "checkpoint": "HDF5", "monitor": "what is seen",
     "layers": "what PyTorch lacks",

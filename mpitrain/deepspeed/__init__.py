@@ -26,7 +26,8 @@ from mpitrain.comm.memory import device as devices
 from mpitrain.config.deepspeed import DeepSpeedConfig, read_deepspeed, read_json
 from mpitrain.deepspeed import accelerator, checkpointing, comm, moe, pipe, utils, zero
 from mpitrain.deepspeed.comm import init_distributed
-from mpitrain.deepspeed.engine import DeepSpeedEngine, PipelineEngine
+from mpitrain.deepspeed.engine import DeepSpeedEngine
+from mpitrain.deepspeed.engine import DeepSpeedPipelineEngine as PipelineEngine
 from mpitrain.deepspeed.names import explain_missing, install
 from mpitrain.deepspeed.pipe import PipelineModule
 from mpitrain.deepspeed.utils import log_dist, logger
@@ -95,17 +96,12 @@ def initialize(
     Args:
         args: Arguments of the script; `deepspeed_config` is used if `config` is None, and `local_rank` is set.
         model: Module to train, or a `PipelineModule`. It is moved to this rank's device.
-        optimizer: Optimizer, or a function that makes one from parameters; it replaces the configuration's.
+        optimizer, lr_scheduler: Replacements of the configuration's, or functions that make them, as in DeepSpeed.
         model_parameters: Parameters, or groups of them, for the configuration's optimizer; None for all.
-        training_data: Data set for the third result; None for no loader.
-        lr_scheduler: Scheduler, or a function that makes one from an optimizer; it replaces the configuration's.
-        distributed_port: Ignored: ranks need no address.
-        mpu: Refused, because an mpitrain configuration divides layers.
-        dist_init_required: Ignored: torch.distributed is started if it is not running.
-        collate_fn: Function that makes a batch from samples; None for torch's.
-        config: JSON file or values of DeepSpeed's configuration.
-        mesh_param: Refused, like `mpu`.
-        config_params: Older name of `config`.
+        training_data, collate_fn: Data set for the third result, and function that makes a batch from samples.
+        distributed_port, dist_init_required: Ignored: MPI knows the ranks.
+        mpu, mesh_param: Only None.
+        config, config_params: JSON file or values of DeepSpeed's configuration; the second is the older name.
 
     Returns:
         Engine, optimizer, DataLoader of this rank's microbatches or None, and scheduler or None.
@@ -138,8 +134,8 @@ def initialize(
     if hasattr(args, "local_rank"):
         args.local_rank = world.local_rank
     kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
-    made = kind(engine, values, training_data, collate_fn)
-    return made, made.optimizer, made.training_dataloader, made.lr_scheduler
+    wrapper = kind(engine, values, training_data, collate_fn)
+    return wrapper, wrapper.optimizer, wrapper.training_dataloader, wrapper.lr_scheduler
 
 
 def _values(args: Any, config: str | Mapping[str, Any] | None) -> tuple[Mapping[str, Any], str]:

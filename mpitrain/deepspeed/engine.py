@@ -18,14 +18,13 @@ from mpitrain.deepspeed.names import explain_missing_method
 from mpitrain.deepspeed.utils import RepeatingLoader
 from mpitrain.errors import InputError, refusal
 from mpitrain.storage.disk import write_whole
-from mpitrain.trainer.user_loop.training_engine import PipelineEngine as StagedEngine
-from mpitrain.trainer.user_loop.training_engine import TrainingEngine
+from mpitrain.trainer.user_loop.training_engine import PipelineEngine, TrainingEngine
 
 LATEST = "latest"  # file with the tag of the newest checkpoint
 ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()  # where `zero.GatheredParameters` looks for a parameter's engine
 
 
-class Schedule:
+class EngineSchedule:
     """A learning rate schedule of the configuration, which the engine follows; `initialize` returns it.
 
     Args:
@@ -82,7 +81,7 @@ class DeepSpeedEngine(nn.Module):
         self.module, self.optimizer, self.device = engine.module, engine.optimizer, engine.device
         self.global_rank, self.local_rank, self.world_size = world.rank, world.local_rank, world.size
         self.dp_world_size, self.mp_world_size = engine.data_size, 1
-        self.lr_scheduler = Schedule(engine) if engine.settings.schedule is not None else engine.scheduler
+        self.lr_scheduler = EngineSchedule(engine) if engine.settings.schedule is not None else engine.scheduler
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
         self._backwards = self._before = self._steps_before = 0
         self._engine.defers = True  # until a step has shown that each `step` follows one `backward`
@@ -159,7 +158,7 @@ class DeepSpeedEngine(nn.Module):
         """Write a checkpoint into save_dir/tag, and the tag into save_dir/latest. Collective.
 
         Args:
-            save_dir: Folder of the checkpoints.
+            save_dir: Folder of the checkpoints; rank 0's counts.
             tag: Name of the checkpoint; None for global_step and the number of steps.
             client_state: Values that `load_checkpoint` returns, representable as JSON.
             save_latest: If false, the file `latest` is not written.
@@ -171,11 +170,12 @@ class DeepSpeedEngine(nn.Module):
             json.dumps(client_state := dict(client_state or {}))
         except (TypeError, ValueError) as error:
             raise refusal(f"client_state cannot be written as JSON ({error}); pass plain values") from None
-        tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        self._engine.save(Path(save_dir) / tag, client_state)
+        tag, world = str(tag) if tag is not None else f"global_step{self.global_steps}", self._engine.mesh.world
+        folder = Path(world.broadcast_object(str(save_dir)))  # scripts put the time of day into the name
+        self._engine.save(folder / tag, client_state)
         if save_latest and self.global_rank == 0:
-            write_whole(Path(save_dir) / LATEST, tag)
-        self._engine.mesh.world.barrier()
+            write_whole(folder / LATEST, tag)
+        world.barrier()
         return True
 
     def load_checkpoint(
@@ -191,7 +191,7 @@ class DeepSpeedEngine(nn.Module):
         """Load a checkpoint, saved at any ZeRO stage and number of ranks. Collective.
 
         Args:
-            load_dir: Folder of the checkpoints.
+            load_dir: Folder of the checkpoints; rank 0's counts.
             tag: Name of the checkpoint; None for that in the file `latest`.
             load_module_strict, load_optimizer_states, load_lr_scheduler_states: Only True.
             load_module_only: Only False.
@@ -206,12 +206,13 @@ class DeepSpeedEngine(nn.Module):
                 "load_checkpoint loads everything; to load weights alone, run python -m mpitrain.checkpoint export "
                 "CHECKPOINT weights.pt, and load that file into the model before deepspeed.initialize"
             )
-        latest = Path(load_dir) / LATEST
-        here = latest.read_text().strip() if tag is None and self.global_rank == 0 and latest.is_file() else tag
-        tag = self._engine.mesh.world.broadcast_object(here)
-        if tag is None:
+        latest, name = Path(load_dir) / LATEST, tag
+        if tag is None and self.global_rank == 0 and latest.is_file():
+            name = latest.read_text().strip()
+        where, name = self._engine.mesh.world.broadcast_object([str(load_dir), name])
+        if name is None:
             return None, None
-        folder = Path(load_dir) / tag
+        folder = Path(where) / str(name)
         values = self._engine.load(folder)
         self._engine.show_next_rate()
         return str(folder), values
@@ -346,7 +347,7 @@ class DeepSpeedEngine(nn.Module):
         return self._engine.loss_scale
 
 
-class PipelineEngine(DeepSpeedEngine):
+class DeepSpeedPipelineEngine(DeepSpeedEngine):
     """Engine of a `PipelineModule`; `train_batch` and `eval_batch` replace forward, backward and step."""
 
     shuffles = False
@@ -354,7 +355,7 @@ class PipelineEngine(DeepSpeedEngine):
     def __init__(self, engine: TrainingEngine, values: Mapping[str, Any], training_data: Any, collate_fn: Any) -> None:
         super().__init__(engine, values, training_data, collate_fn)
         engine.defers = False
-        if isinstance(engine, StagedEngine):
+        if isinstance(engine, PipelineEngine):
             engine.evaluate_whole_batches()
         self._batches: Iterator[Any] | None = None
         if self.training_dataloader is not None:
