@@ -22,6 +22,7 @@ WORDS = {
     "parallel": "the axes: data, pipeline, tensor, and their rules",
     "loose": "parameter server, averages of replicas",
     "horovod": "interface of Horovod on comm: its operations, optimizer, elastic state",
+    "deepspeed": "DeepSpeed's names",
     "backend": "torch.distributed", "data": "HDF5", "models": "gpt, resnet, HF", "shard": "DDP, ZeRO", "pipe": "stages",
     "tensor": "divided layers", "checkpoint": "HDF5", "monitor": "what is seen",
     "layers": "what PyTorch lacks",

@@ -75,6 +75,7 @@ class Pipeline:
             once. If false, they are sent with every message.
 
     Attributes:
+        microbatches: Largest number of parts that an evaluation divides its samples into.
         module: This rank's blocks under their names in the whole model.
         bounds: Bounds of the stages: stage s has blocks bounds[s] to bounds[s + 1] - 1.
         last_rank: Rank of the last stage, where outputs and losses are.
@@ -107,7 +108,7 @@ class Pipeline:
     ) -> None:
         self.comm = mesh.stages if isinstance(mesh, Mesh) else mesh
         self._schedule_options = schedule, chunks, slices
-        self._microbatches, self._static = microbatches, static_shapes
+        self.microbatches, self._static = microbatches, static_shapes
         plan = self._schedule(max(1, microbatches))
         listed = listed_blocks(model)
         require_look_back(model, listed, slices)
@@ -188,7 +189,7 @@ class Pipeline:
         """
         parts, shares = [(x, y)], [1.0]
         if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
-            bounds = split(len(x), max(1, min(self._microbatches, len(x))))
+            bounds = split(len(x), max(1, min(self.microbatches, len(x))))
             parts = [(x[lo:hi], y[lo:hi]) for lo, hi in pairwise(bounds)]
             shares = [len(part) / len(x) for part, _ in parts] if len(x) else [1.0]
             if self.counted is not None:
@@ -231,7 +232,7 @@ class Pipeline:
     @property
     def crossings(self) -> list[int]:
         """Numbers of the blocks whose output, or output's gradient, this rank sends for each microbatch."""
-        rank_of, blocks = self._schedule(max(1, self._microbatches)).rank_of, list[int]()
+        rank_of, blocks = self._schedule(max(1, self.microbatches)).rank_of, list[int]()
         for stage in self._stages:
             if stage + 1 < len(rank_of) and rank_of[stage + 1] != self.comm.rank:
                 blocks.append(self.bounds[stage + 1] - 1)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from mpitrain import early
 from mpitrain.errors import EXIT_FAILED, InputError, printable, refusal
-from mpitrain.run.kinds import KINDS, kind_of, replace_spawn, require_library
+from mpitrain.run.kinds import KINDS, kind_of, replace_spawn, use_own_library
 
 if TYPE_CHECKING:
     from mpitrain.run.check import StepRecorder
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
     kind = options.kind or kind_of(options.script)
     words = [options.script, *options.arguments]
     if kind in ("horovod", "deepspeed"):
-        require_library(kind)
+        use_own_library(kind)
     if world.rank == 0:
         print(f"mpitrain.run: {printable(options.script)} is {KINDS[kind]}", file=sys.stderr, flush=True)
     if options.check and kind != "plain":

@@ -22,7 +22,7 @@ from mpitrain.run.layouts import Rows
 from mpitrain.run.regions import Regions
 from mpitrain.run.session import ScriptRun
 from mpitrain.run.tensors import BatchMemory, BatchTensor
-from mpitrain.run.workers import WorkersInProcess
+from mpitrain.run.workers import use_in_every_loader
 
 CHECK_EVERY = 10  # batches between two comparisons of what ranks cut
 
@@ -54,7 +54,6 @@ class Batches:
         fetch = _utils.fetch._MapDatasetFetcher.fetch
         following = dataloader._BaseDataLoaderIter.__next__
         call = torch.nn.Module.__call__
-        iterator = dataloader.DataLoader._get_iterator
         batches = self
 
         def fetch_rows(self: Any, index: Any) -> Any:
@@ -71,12 +70,9 @@ class Batches:
                 return call(self, *args, **kwargs)
             return batches._call(call, self, args, kwargs)
 
-        def get_iterator(self: Any) -> Any:
-            return iterator(self) if self.num_workers == 0 else WorkersInProcess(self)
-
         _utils.fetch._MapDatasetFetcher.fetch = fetch_rows  # type: ignore[method-assign]
         dataloader._BaseDataLoaderIter.__next__ = next_batch  # type: ignore[method-assign]
-        dataloader.DataLoader._get_iterator = get_iterator  # type: ignore[method-assign]
+        use_in_every_loader()
         torch.nn.Module.__call__ = call_module  # type: ignore[method-assign]
 
     # -- DataLoaders

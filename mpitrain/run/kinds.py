@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -60,22 +59,16 @@ def kind_of(script: str) -> str:
     return "torchrun" if "init_process_group" in names or spawns else "plain"
 
 
-def require_library(kind: str) -> None:
+def use_own_library(kind: str) -> None:
     """Let `import horovod.torch` or `import deepspeed` import mpitrain's package of that name.
 
     Args:
         kind: "horovod" or "deepspeed".
-
-    Raises:
-        InputError: This version of mpitrain has no such package.
     """
-    if importlib.util.find_spec(f"mpitrain.{kind}") is None:
-        raise refusal(f"the script imports {kind}, and this version of mpitrain has no mpitrain.{kind}")
-    package = importlib.import_module(f"mpitrain.{kind}")
-    if kind == "horovod":
-        package.as_horovod()
-    else:
-        sys.modules[kind] = package
+    from mpitrain.run.workers import use_in_every_loader
+
+    use_in_every_loader()  # a process that runs MPI must not be forked
+    getattr(importlib.import_module(f"mpitrain.{kind}"), f"as_{kind}")()
 
 
 def replace_spawn(world: Communicator) -> None:

@@ -128,6 +128,16 @@ class WorkersInProcess(dataloader._BaseDataLoaderIter):
         raise StopIteration
 
 
+def use_in_every_loader() -> None:
+    """Let every DataLoader with workers run them inside this process."""
+    iterator = dataloader.DataLoader._get_iterator
+
+    def get_iterator(self: Any) -> Any:
+        return iterator(self) if self.num_workers == 0 else WorkersInProcess(self)
+
+    dataloader.DataLoader._get_iterator = get_iterator  # type: ignore[method-assign]
+
+
 def _forked(dataset: Any) -> Any:
     """Return the data set as a forked process has it: with attributes and generators of its own, and the same data."""
     try:

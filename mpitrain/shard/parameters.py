@@ -87,6 +87,10 @@ class Parameters(ABC):
         """Return a context in which all parameters can be read. Collective if the parameters are sharded."""
         return nullcontext()
 
+    def take_values(self) -> None:
+        """Keep values that all ranks have written into the parameters, which are whole (see `unshard_all`)."""
+        return
+
     def gathered_bytes(self) -> int:
         """Return how many of the buffers' bytes hold parameters at this time."""
         return 0

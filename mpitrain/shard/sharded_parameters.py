@@ -389,6 +389,10 @@ class ShardedParameters(Parameters):
             for unit in self._units:
                 self.reshard(unit)
 
+    def take_values(self) -> None:
+        for unit in self._units:
+            self._copy_shares(unit)
+
     def free(self) -> None:
         for unit in self._units:
             self.unshard(unit, exact=True)

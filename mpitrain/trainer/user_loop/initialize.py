@@ -45,7 +45,8 @@ from mpitrain.trainer.optimizing import (
     optimizer_class,
 )
 from mpitrain.trainer.options import Settings, every_setting, from_config, from_deepspeed
-from mpitrain.trainer.user_loop.training_engine import PipelineEngine, TrainingEngine, UserModel
+from mpitrain.trainer.user_loop.checks import UserModel
+from mpitrain.trainer.user_loop.training_engine import PipelineEngine, TrainingEngine
 
 Names = Mapping[nn.Parameter, Sequence[str]]
 OptimizerOf = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -94,6 +95,35 @@ def initialize(
     read, ours = settings.deepspeed, settings.config
     _refuse_twice(_origin(config), "an optimizer", optimizer, read and "name" in ours.optim.model_fields_set)
     _refuse_twice(_origin(config), "a scheduler", scheduler, settings.schedule or (read and read.torch_schedule))
+    return make_engine(
+        model, settings, comm, optimizer=optimizer, loss=loss, scheduler=scheduler, plan=plan, blocks=blocks
+    )
+
+
+def make_engine(
+    model: nn.Module,
+    settings: Settings,
+    comm: Communicator,
+    *,
+    optimizer: OptimizerOf | None = None,
+    loss: Loss | None = None,
+    scheduler: Any = None,
+    plan: Plan | None = None,
+    blocks: Sequence[str] = (),
+) -> TrainingEngine:
+    """Make an engine from settings that have been read. Collective; see `initialize` for the other arguments.
+
+    Args:
+        model: Module to train.
+        settings: Settings, the same on all ranks.
+        comm: Ranks to train on.
+        optimizer: Optimizer, or a function that makes one; it replaces that of the settings.
+        loss: Function called as loss(model(x), y).
+        scheduler: Scheduler to step after every update, or a function that makes one.
+        plan: Division of layers.
+        blocks: Names of the modules that form the model in sequence.
+    """
+    ours, read = settings.config, settings.deepspeed
     passed_model = UserModel(model)
     arguments = flatten({"optimizer argument": optimizer is not None, "scheduler argument": scheduler is not None})
     require_equal(comm, [*describe_settings(settings, optimizer is not None), *arguments, *describe_model(model)])

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from mpitrain.checkpoint import MODEL, Manifest, Part, Store
 from mpitrain.comm import Communicator
@@ -20,12 +19,21 @@ from mpitrain.config.learning_rate import WarmUp
 from mpitrain.errors import CheckpointError, InputError, refusal
 from mpitrain.layers.loss_terms import counted, counts_targets, zero_loss
 from mpitrain.layout.mesh import Mesh
+from mpitrain.shard.update import set_rate
 from mpitrain.trainer.device import explain_out_of_memory, to_device
 from mpitrain.trainer.engine import Engine, Loss
 from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.optimizing import next_rate, states_after_step
 from mpitrain.trainer.options import Settings
 from mpitrain.trainer.state import OPTIMIZER
+from mpitrain.trainer.user_loop.checks import (
+    INSTEAD,
+    ClosedEngine,
+    UserModel,
+    as_pair,
+    require_scalar,
+    unsupported_in_stages,
+)
 from mpitrain.trainer.user_loop.generators import DividedDraws, Generators
 
 ALL = 1 << 30  # checkpoints to keep: only the caller removes any
@@ -50,13 +58,17 @@ class TrainingEngine:
         steps: Updates made so far, including skipped ones.
         norm: 2-norm of the last step's gradients, before clipping.
         loss_terms: Mean of each `LossTerm` of the model in the last `train_batch`, by name.
+        scheduler: Scheduler that is stepped after every update; None without one.
+        defers: If true, `backward` may be called several times before each `step`, which then sums gradients over ranks
+            (with sharded gradients, each pass still sums them). Default false.
     """
 
     def __init__(
         self, engine: Engine, settings: Settings, loss: Loss | None, scheduler: Any, mesh: Mesh, model: UserModel
     ) -> None:
         self._engine: Any = engine  # an Engine, until it is closed
-        self.settings, self._loss, self._scheduler = settings, loss, scheduler
+        self.settings, self._loss, self.scheduler = settings, loss, scheduler
+        self.defers = False
         self.module, self.optimizer, self.device = engine.module, engine.optimizer, engine.device
         self.mesh, self._user_model, stages = mesh, model, mesh.stages
         self.data_rank, self.data_size = mesh.readers.rank, mesh.readers.size
@@ -73,7 +85,7 @@ class TrainingEngine:
         self._draws = DividedDraws(self._generators, mesh, engine.device) if self._divided else None
 
     def __getattr__(self, name: str) -> Any:
-        instead = f"; here it is {_INSTEAD[name]}" if name in _INSTEAD else ""
+        instead = f"; here it is {INSTEAD[name]}" if name in INSTEAD else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
 
     def __iter__(self) -> Iterator[Any]:
@@ -97,6 +109,44 @@ class TrainingEngine:
         """True if the next `backward` is the last one before an update."""
         return self._passes == self.settings.accumulate - 1
 
+    @property
+    def microbatches_done(self) -> int:
+        """Number of microbatches of the step that has begun."""
+        return self._passes
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss that keeps small fp16 gradients from becoming zero; 1 in other precisions."""
+        return float(self._engine.scale.value)
+
+    @contextmanager
+    def gathered(self, parameters: Sequence[torch.Tensor], source: int | None = None) -> Iterator[None]:
+        """Make all parameters whole in the block. Collective.
+
+        Args:
+            parameters: Parameters that the block may change, if the model is not divided.
+            source: Rank whose changes of these parameters all ranks take at the end; None to discard changes.
+        """
+        sharding = self._engine.sharding
+        with sharding.parameters.unshard_all():
+            places = [parameter.data for parameter in parameters]
+            for parameter in parameters:
+                parameter.data = parameter.data.clone()  # the ranks of a node may share the original
+            yield
+            for parameter, place in zip(parameters, places, strict=True):
+                changed, parameter.data = parameter.data, place
+                if source is not None:
+                    self.mesh.world.broadcast(changed, source)
+                    place.copy_(changed)
+            if source is not None:
+                sharding.parameters.take_values()
+        if source is not None:
+            with torch.no_grad():
+                for flat in sharding.flat_parameters:
+                    if flat.stored is not None:
+                        flat.value.copy_(flat.stored)
+            sharding.parameters.publish()
+
     def train(self, mode: bool = True) -> TrainingEngine:
         self.module.train(mode)
         return self
@@ -109,11 +159,17 @@ class TrainingEngine:
 
         Arguments on the host are moved to the model's device.
         """
+        if self._loss is None or len(args) != 2 or kwargs:
+            return self.output_of(*args, **kwargs)
+        with self._computing():
+            self._engine.terms.weigh(self._share, self._engine.scale.value)
+            return self._loss_of(*self.mesh.take(*to_device(args, self.device)))
+
+    def output_of(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's output, also if there is a loss function. Arguments are moved to the model's device."""
         with self._computing():
             args, kwargs = to_device((args, kwargs), self.device)
             self._engine.terms.weigh(self._share, self._engine.scale.value)
-            if self._loss is not None and len(args) == 2 and not kwargs:
-                return self._loss_of(*self.mesh.take(*args))
             return self._engine.compute(self.module, *args, **kwargs)
 
     def _loss_of(self, x: Any, y: Any, *, empty: bool = False) -> torch.Tensor:
@@ -133,7 +189,7 @@ class TrainingEngine:
             InputError: If `step` was not called since the last `backward`, `loss` is not a scalar that depends on
                 parameters, or a parameter requires gradients that did not when the engine was made.
         """
-        if self._pending:
+        if self._pending and not self.defers:
             raise InputError(
                 "engine.backward was called twice without engine.step between; sum the losses for one "
                 "backward pass, and call engine.step() after each"
@@ -144,11 +200,13 @@ class TrainingEngine:
         """Add the gradients of a microbatch's mean loss, times its weight in the step's loss."""
         require_scalar(loss)
         self._user_model.require_frozen()
+        sharding = self._engine.sharding
+        if self._passes == 0 and not self._pending:
+            sharding.gradients.zero()
         self._pending = True
-        if self._passes == 0:
-            self._engine.sharding.gradients.zero()
+        reduce = self.at_boundary and (not self.defers or sharding.gradients.reduces_each_pass)
         with explain_out_of_memory(self.device, lambda: self._engine):
-            self._engine.backward(loss * weight, reduce=self.at_boundary)
+            self._engine.backward(loss * weight, reduce=reduce)
 
     def step(self) -> bool:
         """Update the parameters if the step's last microbatch is done, and return whether it is. Collective.
@@ -168,6 +226,10 @@ class TrainingEngine:
         if self._passes < self.settings.accumulate:
             return False
         self._passes = 0
+        reducer = self._engine.sharding.reducer
+        if self.defers and not reducer.gradients.reduces_each_pass:
+            reducer.last = True
+            reducer.finish()
         self._update()
         return True
 
@@ -175,10 +237,16 @@ class TrainingEngine:
         """Update the parameters with the gradients of a whole step, and advance scheduler and counters."""
         with explain_out_of_memory(self.device, lambda: self._engine):
             result = self._engine.step(self._next_rate())
-        if self._scheduler is not None and not result.skipped:
-            self._scheduler.step()
+        if self.scheduler is not None and not result.skipped:
+            self.scheduler.step()
         self.steps, self.norm = self.steps + 1, result.norm
         self.skipped += result.skipped
+
+    def show_next_rate(self) -> None:
+        """Set the optimizer's learning rate to that of the next update, which each update otherwise does itself."""
+        rate = self._next_rate()
+        if rate is not None:
+            set_rate(self.optimizer, rate)
 
     def _next_rate(self) -> float | None:
         """Return the learning rate of the next update; None if the optimizer already has it."""
@@ -312,9 +380,9 @@ class TrainingEngine:
         parts.append(self._generators.part())
         rest["random"] = self._generators.values()
         mine = {"steps": self.steps, "skipped": self.skipped, "rates": rates, "values": dict(values or {})}
-        if self._scheduler is not None:
+        if self.scheduler is not None:
             kinds = (bool, int, float, str, list, type(None))  # JSON's types; functions are left out
-            state = self._scheduler.state_dict()
+            state = self.scheduler.state_dict()
             mine["scheduler"] = {key: value for key, value in state.items() if isinstance(value, kinds)}
         self._store.move_to(Path(path))
         self._store.prepare(set_aside=False, lock=True)
@@ -357,8 +425,8 @@ class TrainingEngine:
             self.steps, self.skipped, self._passes, self._pending = mine["steps"], mine["skipped"], 0, False
             for settings, rate in zip(self.optimizer.param_groups, mine.get("rates", ()), strict=False):
                 settings["lr"] = rate
-            if self._scheduler is not None and "scheduler" in mine:
-                self._scheduler.load_state_dict(mine["scheduler"])
+            if self.scheduler is not None and "scheduler" in mine:
+                self.scheduler.load_state_dict(mine["scheduler"])
             return mine["values"]
         raise CheckpointError(f"no checkpoint in {path} can be used: {(reasons or ['it is empty'])[0]}")
 
@@ -404,6 +472,10 @@ class PipelineEngine(TrainingEngine):
 
     def step(self) -> bool:
         raise unsupported_in_stages("engine.step")
+
+    def evaluate_whole_batches(self) -> None:
+        """Let `evaluate` send each batch through the stages in one piece, for losses whose parts have other means."""
+        self._engine.pipeline.microbatches = 1
 
     def train_batch(self, batches: Iterator[tuple[Any, Any]]) -> float:
         """Take a whole step on the next microbatches (x, y) of an iterator. Collective.
@@ -490,110 +562,3 @@ def require_same_optimizer(optimizer: torch.optim.Optimizer, manifest: Manifest,
         f"{type(optimizer).__name__} ({needed}); pass the optimizer that saved it to mt.initialize, or export "
         f"only the weights (python -m mpitrain.checkpoint export {folder} weights.pt) and load those"
     )
-
-
-# -- checks of a loop's arguments, and of the model that has an engine
-
-# attributes of DeepSpeed's engines and torch's modules, and their replacements here
-_INSTEAD = {
-    "forward": "engine(...)",
-    "get_global_grad_norm": "engine.norm",
-    "get_lr": "engine.lr",
-    "global_steps": "engine.steps",
-    "gradient_accumulation_steps": "engine.settings.accumulate",
-    "is_gradient_accumulation_boundary": "engine.at_boundary before backward, or the result of engine.step()",
-    "load_checkpoint": "engine.load(folder)",
-    "load_state_dict": "engine.load(folder), or load_state_dict of the model before mt.initialize",
-    "lr_scheduler": "engine.lr and the scheduler that you passed",
-    "named_parameters": "engine.module.named_parameters()",
-    "no_sync": "not needed: only the last backward pass of a step reduces gradients",
-    "parameters": "engine.module.parameters()",
-    "save_checkpoint": "engine.save(folder)",
-    "skipped_steps": "engine.skipped",
-    "to": "not needed: the engine uses the device of its model; run.device selects another",
-    "train_batch_size": "engine.settings.microbatch * engine.settings.accumulate * engine.data_size",
-    "train_micro_batch_size_per_gpu": "engine.settings.microbatch",
-    "zero_grad": "not needed: the first backward pass of a step resets the gradients",
-}
-
-
-def require_scalar(loss: Any) -> None:
-    """Raise InputError unless `loss` is a tensor of one element that requires gradients."""
-    wrong = ""
-    if not isinstance(loss, torch.Tensor):
-        wrong = f"a {type(loss).__name__}; pass the tensor that the loss function returned"
-    elif loss.numel() != 1:
-        wrong = f"a tensor of shape {list(loss.shape)}; pass its mean"
-    elif not loss.requires_grad:
-        wrong = "a tensor without a graph; compute it from engine(...) outside of torch.no_grad(), and do not detach it"
-    if wrong:
-        raise InputError(f"engine.backward needs a scalar loss, but got {wrong}")
-
-
-def as_pair(batch: Any) -> tuple[Any, Any]:
-    """Return a microbatch as (x, y). Raises InputError if it is not a pair."""
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch[0], batch[1]
-    kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
-    raise InputError(
-        f"a microbatch must be a pair (x, y), but this is a {kind}; put several inputs into x as a tuple or a "
-        "mapping, or call engine(...), engine.backward and engine.step yourself"
-    )
-
-
-def unsupported_in_stages(what: str) -> InputError:
-    """Return the error for a method that a model in stages does not support."""
-    return InputError(
-        f"{what} does not support a model in pipeline stages, which takes all microbatches of a step at once; "
-        "use engine.train_batch(iterator) and engine.evaluate(batches)"
-    )
-
-
-_MARK = "_mpitrain_engine"  # attribute of modules in an engine: the module's id, which differs from that of a copy
-
-
-class UserModel:
-    """The model that was passed to `mpitrain.initialize`.
-
-    Attributes:
-        names: Names of the tensors in the model's whole state, in order.
-
-    Raises:
-        InputError: If another engine, which was not closed, has some of the model's modules.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.names: Sequence[str] = list(model.state_dict())
-        self._modules = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
-        if any(vars(m).get(_MARK) == id(m) for m in self._modules):
-            raise refusal(
-                f"{type(model).__name__} already has an engine; call close() of that engine before "
-                "mt.initialize, or pass another model"
-            )
-        self._frozen: list[tuple[str, nn.Parameter]] = []
-
-    def mark(self, module: nn.Module) -> None:
-        """Mark the model's modules as used by an engine. module: this rank's part of the model."""
-        for m in self._modules:
-            setattr(m, _MARK, id(m))
-        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
-
-    def release(self) -> None:
-        """Remove the marks, after the engine was closed."""
-        for m in self._modules:
-            vars(m).pop(_MARK, None)
-
-    def require_frozen(self) -> None:
-        """Raise InputError if a parameter requires gradients that did not when the engine was made."""
-        if switched := next((name for name, p in self._frozen if p.requires_grad), None):
-            raise InputError(
-                f"{switched} requires gradients now but did not when the engine was made, so its gradients "
-                "would not be reduced; save, close the engine, and make a new one with mt.initialize"
-            )
-
-
-class ClosedEngine:
-    """Replacement for the parts of a closed engine; any access to its attributes raises InputError."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise InputError("the engine was closed; make another with mt.initialize, and load a checkpoint")
