@@ -79,6 +79,10 @@ class Batches:
         dataloader.DataLoader._get_iterator = get_iterator  # type: ignore[method-assign]
         torch.nn.Module.__call__ = call_module  # type: ignore[method-assign]
 
+    def forget(self) -> None:
+        """Observe all modules again."""
+        self._regions.forget()
+
     # -- DataLoaders
 
     def _fetch(self, fetch: Any, fetcher: Any, index: Any) -> Any:
