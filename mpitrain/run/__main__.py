@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from mpitrain.run.check import StepRecorder
     from mpitrain.run.session import ScriptRun
 
-USAGE = "mpirun -n N python -m mpitrain.run [--as KIND] [--check STEPS] [--resume] SCRIPT [ARGUMENTS...]"
+USAGE = "mpirun -n N python -m mpitrain.run [--as KIND] [OPTIONS] SCRIPT [ARGUMENTS...]"
 _LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "SLURM_")  # prefixes of the variables of launchers
-_MISSING = ("--parallel.zero", "--train.precision")  # options of mpitrain.train that a script cannot have
+_MISSING = ("--parallel.zero",)  # options of mpitrain.train that a script cannot have
 _MOST_NAMED = 8
 
 
@@ -57,6 +57,10 @@ def main(arguments: list[str]) -> None:
         replace_spawn(world)
         run_with_backend(words)
     elif kind != "plain" or (world.size == 1 and not (options.resume or options.folder)):
+        if options.precision == "bf16":
+            from mpitrain.run.precision import install
+
+            install()
         _execute(words)
     else:
         from mpitrain.run.session import ScriptRun
@@ -89,6 +93,8 @@ def make_parser() -> early.Parser:
     parser.add_argument(
         "--checkpoint.keep", dest="keep", type=early.positive_integer, default=2, metavar="N", help=keep
     )
+    precision = "precision in which modules compute, beside parameters in fp32 [%(default)s]"
+    parser.add_argument("--train.precision", dest="precision", choices=["fp32", "bf16"], default="fp32", help=precision)
     parser.add_argument("script", metavar="SCRIPT", help="path of the script")
     parser.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
@@ -102,17 +108,20 @@ def _options(arguments: list[str]) -> argparse.Namespace:
         if word.partition("=")[0] in _MISSING:
             raise refusal(f"mpitrain.run has no {word}; it is a setting of mpitrain.train and of mt.initialize")
     options = make_parser().parse_args(arguments)
-    if options.check and (options.resume or options.folder):
-        raise refusal("--check ends after some steps, so it goes with neither --resume nor --run.dir; leave it out")
+    if options.check and (name := _option_of_plain(options, "--check")):
+        raise refusal(f"--check runs the first steps of the script as it is, so it goes without {name}; leave one out")
     if not os.path.isfile(options.script):
         raise refusal(f"there is no script {printable(options.script)}; usage: {USAGE}")
     return options
 
 
-def _option_of_plain(options: argparse.Namespace) -> str:
+def _option_of_plain(options: argparse.Namespace, without: str = "") -> str:
     """Return the name of an option that only a script for one process can have, or ""."""
-    names = {"--check": options.check, "--resume": options.resume, "--run.dir": options.folder}
-    return next((name for name, value in names.items() if value), "")
+    names = {
+        "--check": options.check, "--resume": options.resume, "--run.dir": options.folder,
+        "--train.precision": options.precision != "fp32",
+    }  # fmt: skip
+    return next((name for name, value in names.items() if value and name != without), "")
 
 
 def _execute(words: list[str]) -> None:
@@ -130,6 +139,7 @@ def _run_together(session: ScriptRun, words: list[str], options: argparse.Namesp
     from mpitrain.run.checks import Checks
     from mpitrain.run.files import Files
     from mpitrain.run.gradients import install as install_gradients
+    from mpitrain.run.precision import install as install_precision
     from mpitrain.run.resume import follow
     from mpitrain.run.seeds import agree_on_seed, set_seeds
 
@@ -150,6 +160,8 @@ def _run_together(session: ScriptRun, words: list[str], options: argparse.Namesp
         install_gradients(torch.Tensor)
         if follower is not None:
             follower.forget.append(batches.forget)
+    if options.precision == "bf16":
+        install_precision()
     if check:
         recorder.install()
     Files(session).install()

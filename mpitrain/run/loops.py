@@ -165,7 +165,9 @@ class Loops:
 
     def is_inside(self, frames: list[FrameType]) -> bool:
         """Return whether any of these frames runs a loop."""
-        running = {loop.frame for loop in self.active()} | {frame for frame, _ in self._marks}
+        running = {loop.frame for loop in self.active() if not loop.is_comprehension} | {
+            frame for frame, _ in self._marks
+        }
         return any(id(frame) in running for frame in frames)
 
     # -- the added functions

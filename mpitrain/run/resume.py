@@ -28,13 +28,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_flatten
 
-from mpitrain.checkpoint import Manifest, Part, Store, TensorSpec
+from mpitrain.checkpoint import Store
 from mpitrain.errors import CheckpointError, InputError, printable
-from mpitrain.layout.boxes import Box, Piece
 from mpitrain.run.loaders import Loaders, random_states, set_random_states
 from mpitrain.run.loops import Loop, Loops
 from mpitrain.run.record import ScriptRecord
 from mpitrain.run.session import ScriptRun
+from mpitrain.run.shares import shared_parts, whole_parts
 from mpitrain.run.tensors import BatchTensor, WholeTensor
 from mpitrain.run.variables import LostError, VariableDecoder, VariableEncoder, checksum, large_tensors
 from mpitrain.storage.run_folder import CHECKPOINTS
@@ -45,8 +45,11 @@ _PASSES_ON = ("contextlib.py", "functools.py", "_contextlib.py", "runpy.py", "/c
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
 _NAMELESS = ("<module>", "<lambda>")
+_IDENTITY = {
+    "arguments": "other arguments", "text": "another text", "python": "another Python",
+    "precision": "another --train.precision",
+}  # fmt: skip
 _VALUES = "script"  # key under which a checkpoint has the values of a script
-_SHARED = 4096  # elements from which a tensor is written by all ranks
 
 
 class Resume:
@@ -56,27 +59,26 @@ class Resume:
         steps: Calls of `step` of optimizers so far.
         step: Training steps so far: iterations of the innermost loop around calls of `step`.
         outputs: Files and terminal of the script.
+        folder: Run folder.
         has_ended: True if the script has come to its end before, so that there is nothing to do.
         seed: Seed of the run; None until it is known.
         forget: Functions that make unknown again what was learned about the script.
 
     Args:
         session: Run of the script.
-        root: Folder of the checkpoints.
-        every: Training steps between two checkpoints; 0: none, the script is followed for its record only.
-        keep: Number of newest checkpoints to keep.
-        record: ScriptRecord of the run.
         words: Path of the script, and its arguments.
+        options: Options of the command. Without `resume`, the script is followed for its record only.
     """
 
-    def __init__(
-        self, session: ScriptRun, root: Path, every: int, keep: int, record: ScriptRecord, words: list[str]
-    ) -> None:
+    def __init__(self, session: ScriptRun, words: list[str], options: argparse.Namespace) -> None:
         self.session, self.steps, self.step, self.has_ended = session, 0, 0, False
         self.seed: int | None = None
         self.outputs, self.loops = session.outputs, Loops(self, session.folder)
-        self._store = Store(root, session.world, keep)
-        self._every, self._record, self._words = every, record, words
+        self.folder = Path(options.folder or os.path.join("runs", Path(words[0]).stem)).absolute()
+        self._store = Store(self.folder / CHECKPOINTS, session.world, options.keep)
+        self._record = ScriptRecord(session, self.folder)
+        self._every: int = options.every if options.resume else 0
+        self._words, self._precision = words, options.precision
         self._last_steps = 0
         self._constants: dict[int, int] | None = None  # None until the first step
         self._cold: dict[str, int] = {}
@@ -91,6 +93,22 @@ class Resume:
 
     # -- the start
 
+    def begin_job(self, options: argparse.Namespace) -> None:
+        """Find out where to begin, and record it. Collective."""
+        if self._every and self._record.has_ended():
+            self.has_ended = True
+            if self.session.rank == 0:
+                line = f"{printable(self._words[0])} has come to its end; remove {self.folder} to run it again"
+                print(f"mpitrain.run: {line}", file=self.session.errors)
+            return
+        if self._every:
+            self.load()
+        sections = {
+            "run": {"dir": str(self.folder)}, "checkpoint": {"every": options.every, "keep": options.keep},
+            "train": {"precision": options.precision},
+        }  # fmt: skip
+        self._record.begin(self.step, self._words, sections)
+
     def load(self) -> None:
         """Read the newest checkpoint that is whole, if there is any. Collective."""
         self._store.prepare(set_aside=False, lock=True)
@@ -98,7 +116,7 @@ class Resume:
         for folder in self._store.newest_first():
             tensors: dict[str, torch.Tensor] = {}
             try:
-                manifest = self._store.load(folder, lambda manifest: _whole_parts(manifest, tensors))  # noqa: B023
+                manifest = self._store.load(folder, lambda manifest: whole_parts(manifest, tensors))  # noqa: B023
             except CheckpointError as error:
                 damage = error
                 continue
@@ -119,7 +137,7 @@ class Resume:
 
     def _check_script(self, values: dict[str, Any], folder: Path) -> None:
         ours = self._identity()
-        for name, what in (("arguments", "other arguments"), ("text", "another text"), ("python", "another Python")):
+        for name, what in _IDENTITY.items():
             if values[name] != ours[name]:
                 raise InputError(
                     f"{printable(self._words[0])} has {what} than when {folder} was saved; start it as then, or anew "
@@ -129,6 +147,7 @@ class Resume:
     def _identity(self) -> dict[str, Any]:
         return {
             "arguments": self._words[1:], "text": _text_checksum(self._words[0]), "python": list(sys.version_info[:2]),
+            "precision": self._precision,
         }  # fmt: skip
 
     def install(self, seed: int, source: random.Random) -> None:
@@ -270,7 +289,7 @@ class Resume:
         shapes = zlib.crc32(repr([(n, x.numel(), x.dtype) for n, x in encoder.tensors.items()]).encode())
         session.meet(f"a checkpoint after step {self.step} with {len(encoder.tensors)} tensors, checksum {shapes:08x}")
         values |= self._identity() | {"table": encoder.table, "seed": self.seed, "steps": self.steps}
-        parts = _parts(encoder.tensors, session.rank, session.size)
+        parts = shared_parts(encoder.tensors, session.rank, session.size)
         with session.without_meetings():
             values["files"] = session.world.on_root(self.outputs.describe)
             folder = self._store.save(self.step, parts, {_VALUES: values})
@@ -375,20 +394,8 @@ def follow(session: ScriptRun, words: list[str], options: argparse.Namespace) ->
         words: Path of the script, and its arguments.
         options: Options of the command.
     """
-    folder = Path(options.folder or os.path.join("runs", Path(words[0]).stem)).absolute()
-    record = ScriptRecord(session, folder)
-    run = Resume(session, folder / CHECKPOINTS, options.every if options.resume else 0, options.keep, record, words)
-    if options.resume and record.has_ended():
-        run.has_ended = True
-        if session.rank == 0:
-            name = printable(words[0])
-            print(f"mpitrain.run: {name} has come to its end; remove {folder} to run it again", file=session.errors)
-        return run
-    if options.resume:
-        run.load()
-    record.begin(run.step, words, {
-        "run": {"dir": str(folder)}, "checkpoint": {"every": options.every, "keep": options.keep},
-    })  # fmt: skip
+    run = Resume(session, words, options)
+    run.begin_job(options)
     return run
 
 
@@ -572,22 +579,3 @@ def _is_internal(name: str) -> bool:
 def _is_file_of(run: Resume, module: Any) -> bool:
     file = getattr(module, "__file__", None)
     return isinstance(file, str) and run.is_script(file)
-
-
-def _parts(tensors: dict[str, torch.Tensor], rank: int, size: int) -> list[Part]:
-    """Return the parts that this rank writes: a share of each large tensor, and some of the small ones."""
-    parts = []
-    for number, (name, x) in enumerate(tensors.items()):
-        n = x.numel()
-        lo, hi = (n * rank // size, n * (rank + 1) // size) if n >= _SHARED else (0, n if number % size == rank else 0)
-        spec = TensorSpec(name, (n,), str(x.dtype).removeprefix("torch."))
-        if lo < hi or (n == 0 and number % size == rank):
-            parts.append(Part(spec, Piece(name, Box.whole(n), lo, hi), x[lo:hi]))
-    return parts
-
-
-def _whole_parts(manifest: Manifest, tensors: dict[str, torch.Tensor]) -> list[Part]:
-    """Return parts for all tensors of a checkpoint, and put their memory into `tensors`."""
-    tensors.clear()
-    tensors.update({n: torch.empty(s.numel, dtype=getattr(torch, s.dtype)) for n, s in manifest.tensors.items()})
-    return [Part(manifest.tensors[n], Piece.whole(n, x.numel()), x) for n, x in tensors.items()]

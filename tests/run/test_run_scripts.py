@@ -166,9 +166,9 @@ def test_a_script_that_spawns_its_ranks_gets_those_of_mpirun(tmp_path):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--resume", "vae.py"], "has no --resume"),
+        (["--resume", "--check", "2", str(SCRIPTS / "vae.py")], "goes without --resume"),
         (["--parallel.zero=1", "vae.py"], "has no --parallel.zero"),
-        (["--train.precision", "bf16", "vae.py"], "has no --train.precision"),
+        (["--train.precision", "fp16", "vae.py"], "invalid choice: 'fp16'"),
         (["absent.py"], "there is no script absent.py"),
         (["--as", "pbs", "vae.py"], "invalid choice"),
         (["--check", "2", "--as", "torchrun", str(SCRIPTS / "vae.py")], "--check compares scripts for one process"),
