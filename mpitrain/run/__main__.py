@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 USAGE = "mpirun -n N python -m mpitrain.run [--as KIND] [OPTIONS] SCRIPT [ARGUMENTS...]"
 _LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "SLURM_")  # prefixes of the variables of launchers
-_MISSING = ("--parallel.zero",)  # options of mpitrain.train that a script cannot have
 _MOST_NAMED = 8
 
 
@@ -95,6 +94,8 @@ def make_parser() -> early.Parser:
     )
     precision = "precision in which modules compute, beside parameters in fp32 [%(default)s]"
     parser.add_argument("--train.precision", dest="precision", choices=["fp32", "bf16"], default="fp32", help=precision)
+    zero = "1: each rank keeps the optimizer states of some parameters only [%(default)s]"
+    parser.add_argument("--parallel.zero", dest="zero", type=int, choices=[0, 1, 2, 3], default=0, help=zero)
     parser.add_argument("script", metavar="SCRIPT", help="path of the script")
     parser.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
@@ -102,12 +103,12 @@ def make_parser() -> early.Parser:
 
 def _options(arguments: list[str]) -> argparse.Namespace:
     """Return the options. Raises InputError on all ranks if one is wrong or there is no such script."""
-    for word in arguments:
-        if not word.startswith("-"):
-            break
-        if word.partition("=")[0] in _MISSING:
-            raise refusal(f"mpitrain.run has no {word}; it is a setting of mpitrain.train and of mt.initialize")
     options = make_parser().parse_args(arguments)
+    if options.zero > 1:
+        raise refusal(
+            f"--parallel.zero {options.zero}: a script's gradients and parameters stay whole; use 1, which shards the "
+            "states of its optimizers, or mpitrain.train"
+        )
     if options.check and (name := _option_of_plain(options, "--check")):
         raise refusal(f"--check runs the first steps of the script as it is, so it goes without {name}; leave one out")
     if not os.path.isfile(options.script):
@@ -119,7 +120,7 @@ def _option_of_plain(options: argparse.Namespace, without: str = "") -> str:
     """Return the name of an option that only a script for one process can have, or ""."""
     names = {
         "--check": options.check, "--resume": options.resume, "--run.dir": options.folder,
-        "--train.precision": options.precision != "fp32",
+        "--train.precision": options.precision != "fp32", "--parallel.zero": options.zero,
     }  # fmt: skip
     return next((name for name, value in names.items() if value and name != without), "")
 
@@ -142,6 +143,7 @@ def _run_together(session: ScriptRun, words: list[str], options: argparse.Namesp
     from mpitrain.run.precision import install as install_precision
     from mpitrain.run.resume import follow
     from mpitrain.run.seeds import agree_on_seed, set_seeds
+    from mpitrain.run.zero import ShardedStates
 
     for name in [name for name in os.environ if name.startswith(_LAUNCHERS)]:
         del os.environ[name]  # libraries that find them would start other ranks' communication of their own
@@ -160,6 +162,11 @@ def _run_together(session: ScriptRun, words: list[str], options: argparse.Namesp
         install_gradients(torch.Tensor)
         if follower is not None:
             follower.forget.append(batches.forget)
+        if options.zero:
+            states = ShardedStates(session)
+            states.install()
+            if follower is not None:
+                follower.whole_states = states.whole
     if options.precision == "bf16":
         install_precision()
     if check:

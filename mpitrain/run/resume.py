@@ -19,6 +19,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -63,6 +64,7 @@ class Resume:
         has_ended: True if the script has come to its end before, so that there is nothing to do.
         seed: Seed of the run; None until it is known.
         forget: Functions that make unknown again what was learned about the script.
+        whole_states: Function that returns a context in which every rank has all states of optimizers.
 
     Args:
         session: Run of the script.
@@ -86,6 +88,7 @@ class Resume:
         self._source = random.Random()
         self._target: SavedPosition | None = None
         self.forget: list[Callable[[], None]] = []
+        self.whole_states: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def is_script(self, filename: str) -> bool:
         """Return whether a file of code belongs to the script."""
@@ -279,13 +282,15 @@ class Resume:
     def _note_constants(self, place: str, loop: Loop | None, frame: FrameType) -> None:
         """Remember large tensors, and find at the first step what cannot be saved."""
         encoder = VariableEncoder(self.is_script, {})
-        self._encode(encoder, place, loop, frame)
+        with self.whole_states():
+            self._encode(encoder, place, loop, frame)
         self._constants = {id(x): checksum(x) for x in large_tensors(encoder)}
 
     def _save(self, place: str, loop: Loop | None, frame: FrameType) -> None:
         session, began = self.session, time.perf_counter()
         encoder = VariableEncoder(self.is_script, self._constants or {})
-        values = self._encode(encoder, place, loop, frame)
+        with self.whole_states():
+            values = self._encode(encoder, place, loop, frame)
         shapes = zlib.crc32(repr([(n, x.numel(), x.dtype) for n, x in encoder.tensors.items()]).encode())
         session.meet(f"a checkpoint after step {self.step} with {len(encoder.tensors)} tensors, checksum {shapes:08x}")
         values |= self._identity() | {"table": encoder.table, "seed": self.seed, "steps": self.steps}
