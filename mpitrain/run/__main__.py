@@ -23,6 +23,7 @@ from mpitrain.run.kinds import KINDS, kind_of, replace_spawn, require_library
 
 if TYPE_CHECKING:
     from mpitrain.run.check import StepRecorder
+    from mpitrain.run.resume import Resume
     from mpitrain.run.session import ScriptRun
 
 USAGE = "mpirun -n N python -m mpitrain.run [--as KIND] [OPTIONS] SCRIPT [ARGUMENTS...]"
@@ -133,17 +134,12 @@ def _execute(words: list[str]) -> None:
 
 def _run_together(session: ScriptRun, words: list[str], options: argparse.Namespace) -> None:
     """Run the script on all ranks, and end all of them as one process would end. Collective."""
-    import torch
-
-    from mpitrain.run.batches import Batches
     from mpitrain.run.check import EnoughSteps, StepRecorder
     from mpitrain.run.checks import Checks
     from mpitrain.run.files import Files
-    from mpitrain.run.gradients import install as install_gradients
     from mpitrain.run.precision import install as install_precision
     from mpitrain.run.resume import follow
     from mpitrain.run.seeds import agree_on_seed, set_seeds
-    from mpitrain.run.zero import ShardedStates
 
     for name in [name for name in os.environ if name.startswith(_LAUNCHERS)]:
         del os.environ[name]  # libraries that find them would start other ranks' communication of their own
@@ -157,16 +153,7 @@ def _run_together(session: ScriptRun, words: list[str], options: argparse.Namesp
     checks = Checks(session)
     if session.size > 1:
         checks.install()
-        batches = Batches(session)
-        batches.install()
-        install_gradients(torch.Tensor)
-        if follower is not None:
-            follower.forget.append(batches.forget)
-        if options.zero:
-            states = ShardedStates(session)
-            states.install()
-            if follower is not None:
-                follower.whole_states = states.whole
+        _divide(session, options, follower)
     if options.precision == "bf16":
         install_precision()
     if check:
@@ -196,6 +183,26 @@ def _run_together(session: ScriptRun, words: list[str], options: argparse.Namesp
     if code:
         session.world.barrier()
         sys.exit(code)
+
+
+def _divide(session: ScriptRun, options: argparse.Namespace, follower: Resume | None) -> None:
+    """Divide batches, and states of optimizers where options say so, over the ranks from now on."""
+    import torch
+
+    from mpitrain.run.batches import Batches
+    from mpitrain.run.gradients import install as install_gradients
+    from mpitrain.run.zero import ShardedStates
+
+    batches = Batches(session)
+    batches.install()
+    install_gradients(torch.Tensor)
+    if follower is not None:
+        follower.forget.append(batches.forget)
+    if options.zero:
+        states = ShardedStates(session)
+        states.install()
+        if follower is not None:
+            follower.whole_states = states.whole
 
 
 def _report(session: ScriptRun, error: BaseException) -> int:

@@ -113,8 +113,8 @@ class ShardedStates:
         sizes = [0] * session.size
         for i in order:
             sizes[owners[i]] += tensors[i].numel()
-        own = [tensors[i].reshape(-1) for i in order if owners[i] == session.rank]
-        mine = torch.cat(own) if own else tensors[0].new_empty(0)
+        pieces = [tensors[i].reshape(-1) for i in order if owners[i] == session.rank]
+        mine = torch.cat(pieces) if pieces else tensors[0].new_empty(0)
         session.meet(f"the exchange of {sum(sizes)} {tensors[0].dtype}")
         whole = tensors[0].new_empty(sum(sizes))
         session.world.all_gather(whole, mine, counts=sizes)
