@@ -171,7 +171,7 @@ def test_a_script_that_spawns_its_ranks_gets_those_of_mpirun(tmp_path):
         (["--train.precision", "fp16", "vae.py"], "invalid choice: 'fp16'"),
         (["absent.py"], "there is no script absent.py"),
         (["--as", "pbs", "vae.py"], "invalid choice"),
-        (["--check", "2", "--as", "torchrun", str(SCRIPTS / "vae.py")], "--check compares scripts for one process"),
+        (["--check", "2", "--as", "torchrun", str(SCRIPTS / "vae.py")], "--check is for scripts for one process"),
     ],
 )
 def test_what_it_does_not_do_is_refused_in_one_line(words, reason, tmp_path, forked):
