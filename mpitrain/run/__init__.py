@@ -12,6 +12,8 @@ how fast a script is, and never what it computes.
 | `tensors.py` | the tensors, and the dispatch of operations |
 | `batches.py`, `workers.py` | batches of DataLoaders, and batches that a script cuts itself |
 | `files.py`, `seeds.py` | files, printed lines, clocks and random numbers that one process would have |
+| `resume.py`, `loops.py`, `loaders.py`, `variables.py`, `outputs.py`, `shares.py` | checkpoints of a script |
+| `record.py`, `precision.py`, `zero.py` | run folder; bfloat16; sharded states of optimizers |
 | `checks.py` | comparison of parameters between ranks, and of N ranks with one (`--check`) |
 | `kinds.py` | for which library a script was written |
 """

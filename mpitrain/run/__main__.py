@@ -23,11 +23,11 @@ from mpitrain.run.kinds import KINDS, kind_of, replace_spawn, use_own_library
 
 if TYPE_CHECKING:
     from mpitrain.run.check import StepRecorder
+    from mpitrain.run.resume import Resume
     from mpitrain.run.session import ScriptRun
 
-USAGE = "mpirun -n N python -m mpitrain.run [--as KIND] [--check STEPS] SCRIPT [ARGUMENTS...]"
+USAGE = "mpirun -n N python -m mpitrain.run [--as KIND] [OPTIONS] SCRIPT [ARGUMENTS...]"
 _LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "SLURM_")  # prefixes of the variables of launchers
-_MISSING = ("--resume", "--parallel.zero", "--train.precision")  # options of mpitrain.train that a script cannot have
 _MOST_NAMED = 8
 
 
@@ -49,19 +49,23 @@ def main(arguments: list[str]) -> None:
         use_own_library(kind)
     if world.rank == 0:
         print(f"mpitrain.run: {printable(options.script)} is {KINDS[kind]}", file=sys.stderr, flush=True)
-    if options.check and kind != "plain":
-        raise refusal("--check compares scripts for one process; leave it out")
+    if kind != "plain" and (name := _option_of_plain(options)):
+        raise refusal(f"{name} is for scripts for one process; leave it out")
     if kind == "torchrun":
         from mpitrain.backend.__main__ import main as run_with_backend
 
         replace_spawn(world)
         run_with_backend(words)
-    elif world.size == 1 or kind != "plain":
+    elif kind != "plain" or (world.size == 1 and not (options.resume or options.folder)):
+        if options.precision == "bf16":
+            from mpitrain.run.precision import install
+
+            install()
         _execute(words)
     else:
         from mpitrain.run.session import ScriptRun
 
-        _run_together(ScriptRun(world, words[0]), words, options.check)
+        _run_together(ScriptRun(world, words[0]), words, options)
 
 
 def make_parser() -> early.Parser:
@@ -77,6 +81,22 @@ def make_parser() -> early.Parser:
     parser.add_argument("--as", dest="kind", choices=kinds, help="kind of the script [found out from its text]")
     steps = "compare losses and weights of the first STEPS optimizer steps with one process, and end"
     parser.add_argument("--check", type=early.positive_integer, default=0, metavar="STEPS", help=steps)
+    resume = "save checkpoints, and continue from the newest one of the run folder if there is any"
+    parser.add_argument("--resume", action="store_true", help=resume)
+    folder = "run folder, for checkpoints and a report [runs/SCRIPT with --resume, else none]"
+    parser.add_argument("--run.dir", dest="folder", default="", metavar="DIR", help=folder)
+    every = "with --resume: training steps between two checkpoints [%(default)s]"
+    parser.add_argument(
+        "--checkpoint.every", dest="every", type=early.positive_integer, default=100, metavar="N", help=every
+    )
+    keep = "with --resume: number of newest checkpoints to keep [%(default)s]"
+    parser.add_argument(
+        "--checkpoint.keep", dest="keep", type=early.positive_integer, default=2, metavar="N", help=keep
+    )
+    precision = "precision in which modules compute, beside parameters in fp32 [%(default)s]"
+    parser.add_argument("--train.precision", dest="precision", choices=["fp32", "bf16"], default="fp32", help=precision)
+    zero = "1: each rank keeps the optimizer states of some parameters only [%(default)s]"
+    parser.add_argument("--parallel.zero", dest="zero", type=int, choices=[0, 1, 2, 3], default=0, help=zero)
     parser.add_argument("script", metavar="SCRIPT", help="path of the script")
     parser.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
@@ -84,15 +104,26 @@ def make_parser() -> early.Parser:
 
 def _options(arguments: list[str]) -> argparse.Namespace:
     """Return the options. Raises InputError on all ranks if one is wrong or there is no such script."""
-    for word in arguments:
-        if not word.startswith("-"):
-            break
-        if word.partition("=")[0] in _MISSING:
-            raise refusal(f"mpitrain.run has no {word}; it is a setting of mpitrain.train and of mt.initialize")
     options = make_parser().parse_args(arguments)
+    if options.zero > 1:
+        raise refusal(
+            f"--parallel.zero {options.zero}: a script's gradients and parameters stay whole; use 1, which shards the "
+            "states of its optimizers, or mpitrain.train"
+        )
+    if options.check and (name := _option_of_plain(options, "--check")):
+        raise refusal(f"--check runs the first steps of the script as it is, so it goes without {name}; leave one out")
     if not os.path.isfile(options.script):
         raise refusal(f"there is no script {printable(options.script)}; usage: {USAGE}")
     return options
+
+
+def _option_of_plain(options: argparse.Namespace, without: str = "") -> str:
+    """Return the name of an option that only a script for one process can have, or ""."""
+    names = {
+        "--check": options.check, "--resume": options.resume, "--run.dir": options.folder,
+        "--train.precision": options.precision != "fp32", "--parallel.zero": options.zero,
+    }  # fmt: skip
+    return next((name for name, value in names.items() if value and name != without), "")
 
 
 def _execute(words: list[str]) -> None:
@@ -101,31 +132,38 @@ def _execute(words: list[str]) -> None:
     runpy.run_path(words[0], run_name="__main__")
 
 
-def _run_together(session: ScriptRun, words: list[str], check: int) -> None:
+def _run_together(session: ScriptRun, words: list[str], options: argparse.Namespace) -> None:
     """Run the script on all ranks, and end all of them as one process would end. Collective."""
-    import torch
-
-    from mpitrain.run.batches import Batches
     from mpitrain.run.check import EnoughSteps, StepRecorder
     from mpitrain.run.checks import Checks
     from mpitrain.run.files import Files
-    from mpitrain.run.gradients import install as install_gradients
-    from mpitrain.run.seeds import align
+    from mpitrain.run.precision import install as install_precision
+    from mpitrain.run.resume import follow
+    from mpitrain.run.seeds import agree_on_seed, set_seeds
 
     for name in [name for name in os.environ if name.startswith(_LAUNCHERS)]:
         del os.environ[name]  # libraries that find them would start other ranks' communication of their own
-    seed = align(session)
+    check: int = options.check
+    follower = follow(session, words, options) if options.resume or options.folder else None
+    if follower is not None and follower.has_ended:
+        return
+    seed = agree_on_seed(session) if follower is None or follower.seed is None else follower.seed
+    source = set_seeds(seed)
     recorder = StepRecorder(check)
     checks = Checks(session)
-    checks.install()
-    Batches(session).install()
-    install_gradients(torch.Tensor)
+    if session.size > 1:
+        checks.install()
+        _divide(session, options, follower)
+    if options.precision == "bf16":
+        install_precision()
     if check:
         recorder.install()
     Files(session).install()
-    code = 0
+    if follower is not None:
+        follower.install(seed, source)
+    code, failure = 0, None
     try:
-        _execute(words)
+        _execute(words) if follower is None else follower.execute(words)
         checks.finish()
     except EnoughSteps:
         checks.finish()
@@ -135,7 +173,9 @@ def _run_together(session: ScriptRun, words: list[str], check: int) -> None:
             print(leaving.code, file=sys.stderr)
         session.meet(f"the end of the script with code {code}")
     except BaseException as error:
-        code = _report(session, error)
+        code, failure = _report(session, error), error
+    if follower is not None:
+        follower.end(code, failure)
     _name_gathered(session)
     if check and not code:
         code = _compare(session, recorder, check, seed, words)
@@ -143,6 +183,26 @@ def _run_together(session: ScriptRun, words: list[str], check: int) -> None:
     if code:
         session.world.barrier()
         sys.exit(code)
+
+
+def _divide(session: ScriptRun, options: argparse.Namespace, follower: Resume | None) -> None:
+    """Divide batches, and states of optimizers where options say so, over the ranks from now on."""
+    import torch
+
+    from mpitrain.run.batches import Batches
+    from mpitrain.run.gradients import install as install_gradients
+    from mpitrain.run.zero import ShardedStates
+
+    batches = Batches(session)
+    batches.install()
+    install_gradients(torch.Tensor)
+    if follower is not None:
+        follower.forget.append(batches.forget)
+    if options.zero:
+        states = ShardedStates(session)
+        states.install()
+        if follower is not None:
+            follower.whole_states = states.whole
 
 
 def _report(session: ScriptRun, error: BaseException) -> int:

@@ -75,6 +75,10 @@ class Batches:
         use_in_every_loader()
         torch.nn.Module.__call__ = call_module  # type: ignore[method-assign]
 
+    def forget(self) -> None:
+        """Observe all modules again."""
+        self._regions.forget()
+
     # -- DataLoaders
 
     def _fetch(self, fetch: Any, fetcher: Any, index: Any) -> Any:

@@ -92,10 +92,12 @@ class Files:
         writes = bool(set(mode) & set("wax+"))
         if writes:
             self._record(file)
+            if session.outputs.is_silent:
+                return self._follow(file, mode, self._open(os.devnull, mode.replace("x", "w"), *args, **kwargs))
             if "+" in mode and self._is_called_by_script():
                 return self._open_both(file, mode, *args, **kwargs)
             if session.rank == 0:
-                return self._open(file, mode, *args, **kwargs)
+                return self._follow(file, mode, self._open(file, mode, *args, **kwargs))
             if "+" in mode:
                 return self._private(None, mode, *args, **kwargs)
             return self._open(os.devnull, mode.replace("x", "w"), *args, **kwargs)
@@ -113,8 +115,13 @@ class Files:
                 content = source.read()
         session.meet(f"writing {os.path.basename(os.fspath(file))!r}")
         if session.rank == 0:
-            return self._open(file, mode, *args, **kwargs)
+            return self._follow(file, mode, self._open(file, mode, *args, **kwargs))
         return self._private(content, mode, *args, **kwargs)
+
+    def _follow(self, file: Any, mode: str, handle: Any) -> Any:
+        """Record a file that is open to write, for checkpoints of the script."""
+        self._session.outputs.add(os.fsdecode(file), mode, handle)
+        return handle
 
     def _private(self, content: bytes | None, mode: str, *args: Any, **kwargs: Any) -> Any:
         with self._session.without_meetings():
@@ -139,6 +146,8 @@ class Files:
         is_path = isinstance(f, (str, os.PathLike))
         if is_path:
             self._record(f)
+        if is_path and self._session.outputs.is_silent:
+            return
         if self._session.rank == 0 or not is_path:
             self._save(obj, f, *args, **kwargs)
 
@@ -190,6 +199,8 @@ class Files:
                 return original(*args, **kwargs)
             if writes:
                 self._record(*args)
+                if session.outputs.is_silent and name != "tempfile.mkdtemp":
+                    return args[1] if name.startswith("shutil.") and len(args) > 1 else None
             session.meet(name)
             answer: list[Any] = [None, None]
             if session.rank == 0:

@@ -151,6 +151,11 @@ class Regions:
 
         torch.utils.checkpoint.checkpoint = with_pause
 
+    def forget(self) -> None:
+        """Observe all modules again."""
+        self._known.clear()
+        self._refused.clear()
+
     def _paused(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that uses no regions, so that it computes the same again in backward."""
 

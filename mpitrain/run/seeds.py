@@ -12,22 +12,22 @@ import torch
 from mpitrain.run.session import ScriptRun
 
 
-def align(session: ScriptRun) -> int:
-    """Give all generators that a script may use without a seed the same one on all ranks. Collective.
+def agree_on_seed(session: ScriptRun) -> int:
+    """Return a seed that is another one in each run, and equal on all ranks. Collective.
 
     Args:
         session: Run of the script.
-
-    Returns:
-        Seed of the generators.
     """
     seed: int = session.world.broadcast_object(random.SystemRandom().randrange(2**32))
-    set_seeds(seed)
     return seed
 
 
-def set_seeds(seed: int) -> None:
-    """Seed the generators of torch, Python and NumPy, and those that are made without a seed later."""
+def set_seeds(seed: int) -> random.Random:
+    """Seed the generators of torch, Python and NumPy, and those that are made without a seed later.
+
+    Returns:
+        Generator of the seeds of those.
+    """
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -53,6 +53,7 @@ def set_seeds(seed: int) -> None:
             super().__init__(draw() if entropy is None else entropy, **options)
 
     np.random.SeedSequence = AgreedSequence  # type: ignore[misc]
+    return source
 
 
 def _with_seed(original: Callable[..., Any], draw: Callable[[], int]) -> Callable[..., Any]:

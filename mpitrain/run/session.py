@@ -19,6 +19,7 @@ import torch
 
 from mpitrain.errors import EXIT_FAILED, InputError, printable
 from mpitrain.run.layouts import Layouts, Rows
+from mpitrain.run.outputs import Outputs
 from mpitrain.run.pending import PendingSums
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class ScriptRun:
         crossings: Number of operations so far whose result for one row depends on others, on its number or on chance.
         results: Batches that operations have made, while a module is observed; None at other times.
         gathered: Operations that ran on the whole batch on every rank, with their places in the script.
+        outputs: Files that the script has opened to write, and its terminal.
         alone: True while ranks run different code on purpose, as when each reads its own samples.
 
     Args:
@@ -58,6 +60,7 @@ class ScriptRun:
         self.gathered: Counter[str] = Counter()
         self.alone = False
         self.errors: TextIO = sys.stderr
+        self.outputs = Outputs()
         self._home = os.getpid(), threading.get_ident()
         self._codes = torch.zeros(3, dtype=torch.int64)
         self._view = self._codes.numpy()

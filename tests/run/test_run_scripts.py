@@ -166,12 +166,12 @@ def test_a_script_that_spawns_its_ranks_gets_those_of_mpirun(tmp_path):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--resume", "vae.py"], "has no --resume"),
-        (["--parallel.zero=1", "vae.py"], "has no --parallel.zero"),
-        (["--train.precision", "bf16", "vae.py"], "has no --train.precision"),
+        (["--resume", "--check", "2", str(SCRIPTS / "vae.py")], "goes without --resume"),
+        (["--parallel.zero=2", "vae.py"], "gradients and parameters stay whole"),
+        (["--train.precision", "fp16", "vae.py"], "invalid choice: 'fp16'"),
         (["absent.py"], "there is no script absent.py"),
         (["--as", "pbs", "vae.py"], "invalid choice"),
-        (["--check", "2", "--as", "torchrun", str(SCRIPTS / "vae.py")], "--check compares scripts for one process"),
+        (["--check", "2", "--as", "torchrun", str(SCRIPTS / "vae.py")], "--check is for scripts for one process"),
     ],
 )
 def test_what_it_does_not_do_is_refused_in_one_line(words, reason, tmp_path, forked):

@@ -1,0 +1,172 @@
+"""States of optimizers sharded over the ranks (`--parallel.zero 1`).
+
+Each parameter has an owner. In a step of an optimizer, a rank sees the gradients of the parameters that it owns, so it
+has states for these alone; then the ranks exchange the parameters.
+
+    rank   states        updates       receives
+    0      p0 p1         p0 p1         p2 p3
+    1      p2 p3         p2 p3         p0 p1
+
+Where somebody reads all states, as `state_dict` and a checkpoint do, the ranks exchange them and drop them afterwards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mpitrain.errors import InputError
+from mpitrain.run.session import ScriptRun
+
+_KINDS = (
+    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+
+
+class ShardedStates:
+    """Sharding of the states of all optimizers of a script; `install` makes it take effect.
+
+    Args:
+        session: Run of the script.
+    """
+
+    def __init__(self, session: ScriptRun) -> None:
+        self._session = session
+        self._optimizers: list[weakref.ref[Optimizer]] = []  # in the order of their first steps
+        self._owners: Any = WeakTensorKeyDictionary()
+        self._loads = [0] * session.size  # elements that each rank owns
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # of other ranks' parameters, during a step
+
+    def install(self) -> None:
+        """Replace what happens before and after a step, and when states are read."""
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        read, states = Optimizer.state_dict, self
+
+        def state_dict(self: Optimizer) -> Any:
+            if self not in states._known():
+                return read(self)
+            with states.whole([self]):
+                return read(self)
+
+        Optimizer.state_dict = state_dict  # type: ignore[method-assign]
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Hide the gradients of parameters that other ranks own."""
+        if type(optimizer).__name__ not in _KINDS or not type(optimizer).__module__.startswith("torch.optim"):
+            raise InputError(
+                f"--parallel.zero shards optimizers of torch that update each parameter apart ({', '.join(_KINDS)}), "
+                f"and not {type(optimizer).__name__}; leave it out", agreed=True,
+            )  # fmt: skip
+        if any(callable(x) for x in (*args[1:], *kwargs.values())):
+            raise InputError(
+                "--parallel.zero does not take closures in optimizer.step(closure); leave it out", agreed=True
+            )
+        if optimizer not in self._known():
+            self._optimizers.append(weakref.ref(optimizer))
+        gradients = [(p, p.grad) for p in _parameters(optimizer)]  # which all ranks read, so all of them sum
+        for p, gradient in gradients:
+            if self._owner(p) != self._session.rank:
+                optimizer.state.pop(p, None)
+                if gradient is not None:
+                    self._gradients.append((p, gradient))
+                    p.grad = None
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Show the gradients again, and receive the parameters that other ranks have updated."""
+        for p, gradient in self._gradients:
+            p.grad = gradient
+        self._gradients = []
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for p in _parameters(optimizer):
+            if p.grad is not None:
+                by_dtype.setdefault(p.dtype, []).append(p)
+        for parameters in by_dtype.values():
+            self._exchange([p.detach() for p in parameters], [self._owners[p] for p in parameters])
+
+    def _known(self) -> list[Optimizer]:
+        """Return the optimizers that have taken a step."""
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+
+    def _owner(self, p: torch.Tensor) -> int:
+        """Return the rank that owns a parameter: the one with the least so far when it was first met."""
+        if p not in self._owners:
+            owner = self._loads.index(min(self._loads))
+            self._owners[p] = owner
+            self._loads[owner] += p.numel()
+        return self._owners[p]
+
+    def _exchange(self, tensors: list[torch.Tensor], owners: list[int]) -> None:
+        """Fill tensors of one dtype with the content that they have on their owners. Collective."""
+        session = self._session
+        order = sorted(range(len(tensors)), key=lambda i: owners[i])
+        sizes = [0] * session.size
+        for i in order:
+            sizes[owners[i]] += tensors[i].numel()
+        pieces = [tensors[i].reshape(-1) for i in order if owners[i] == session.rank]
+        mine = torch.cat(pieces) if pieces else tensors[0].new_empty(0)
+        session.meet(f"the exchange of {sum(sizes)} {tensors[0].dtype}")
+        whole = tensors[0].new_empty(sum(sizes))
+        session.world.all_gather(whole, mine, counts=sizes)
+        start = 0
+        for i in order:
+            n = tensors[i].numel()
+            if owners[i] != session.rank:
+                tensors[i].copy_(whole[start : start + n].view(tensors[i].shape))
+            start += n
+
+    @contextmanager
+    def whole(self, optimizers: list[Optimizer] | None = None) -> Iterator[None]:
+        """Have all states on every rank in the body of the `with` statement. Collective.
+
+        Args:
+            optimizers: Optimizers whose states are read; default is all.
+        """
+        chosen = self._known() if optimizers is None else optimizers
+        for optimizer in chosen:
+            states = {p: self._receive(optimizer.state.get(p), self._owner(p)) for p in _parameters(optimizer)}
+            optimizer.state.clear()
+            optimizer.state.update({p: state for p, state in states.items() if state is not None})
+        try:
+            yield
+        finally:
+            for optimizer in chosen:
+                for p in _parameters(optimizer):
+                    if self._owners[p] != self._session.rank:
+                        optimizer.state.pop(p, None)
+
+    def _receive(self, state: dict[str, Any] | None, owner: int) -> dict[str, Any] | None:
+        """Return the state that the owner of a parameter has of it. Collective."""
+        world, is_owner = self._session.world, owner == self._session.rank
+        facts = None if state is None else [[n, *_describe(x)] for n, x in state.items()]
+        facts = world.broadcast_object(facts, owner)
+        if facts is None or (is_owner and state is None):
+            return None
+        out = {}
+        for name, kind, value in facts:
+            if kind == "value":
+                out[name] = value
+                continue
+            x = state[name] if is_owner and state is not None else torch.empty(value, dtype=getattr(torch, kind))
+            flat = x.detach().contiguous().reshape(-1)
+            world.broadcast(flat, owner)
+            out[name] = x if is_owner else flat.view(value)
+        return out
+
+
+def _describe(x: Any) -> list[Any]:
+    return [str(x.dtype).removeprefix("torch."), list(x.shape)] if isinstance(x, torch.Tensor) else ["value", x]
+
+
+def _parameters(optimizer: Any) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

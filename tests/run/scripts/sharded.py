@@ -1,0 +1,32 @@
+"""Training with two optimizers of which every rank writes the bytes of the states into a file of its own."""
+
+import os
+
+import torch
+from torch import nn
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(4)
+model = nn.Sequential(*[m for _ in range(5) for m in (nn.Linear(24, 24), nn.Tanh())], nn.Linear(24, 1))
+head = nn.Linear(24, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+other = torch.optim.SGD(head.parameters(), lr=1e-2, momentum=0.9)
+x = torch.randn(48, 24)
+for epoch in range(3):
+    for k, start in enumerate(range(0, 48, 16)):
+        batch = x[start : start + 16]
+        loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean() + head(batch).square().mean()
+        optimizer.zero_grad()
+        other.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        other.step()
+        if epoch == 1 and k == 1 and os.path.exists("kill"):
+            os.kill(os.getpid(), 9)
+        print(epoch, loss.item(), flush=True)
+    nbytes = sum(v.nbytes for state in optimizer.state.values() for v in state.values())
+    file = os.open(f"bytes-{os.getpid()}", os.O_WRONLY | os.O_CREAT)
+    os.write(file, str(nbytes).encode())
+    os.close(file)
+torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}, "out.pt")
