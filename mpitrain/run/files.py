@@ -4,7 +4,8 @@
 |---|---|---|
 | prints | prints | are silent |
 | opens a file to write | writes it | write to nothing, or to a private copy where they also read |
-| reads a file after it wrote any | reads it, once all have come so far | read it then |
+| reads a file | reads it, once all have come so far | read it then |
+| writes a file in another thread | writes it | write to nothing |
 | makes, removes, renames, lists, looks for files | does so | get the same result or error |
 | reads a clock or a line of input | does so | get the same |
 
@@ -87,11 +88,14 @@ class Files:
             **kwargs: Further arguments of `open`.
         """
         session = self._session
-        if session.alone or not isinstance(file, (str, bytes, os.PathLike)) or not session.is_main():
+        if session.alone or not isinstance(file, (str, bytes, os.PathLike)):
             return self._open(file, mode, *args, **kwargs)
         writes = bool(set(mode) & set("wax+"))
+        if not session.is_main() and ("+" in mode or not writes):  # ranks only meet in the script's main thread
+            return self._open(file, mode, *args, **kwargs)
         if writes:
-            self._record(file)
+            if session.is_main():
+                self._record(file)
             if "+" in mode and self._is_called_by_script():
                 return self._open_both(file, mode, *args, **kwargs)
             if session.rank == 0:
@@ -99,7 +103,7 @@ class Files:
             if "+" in mode:
                 return self._private(None, mode, *args, **kwargs)
             return self._open(os.devnull, mode.replace("x", "w"), *args, **kwargs)
-        if _absolute(file) in self._written or (self._has_written and self._is_called_by_script()):
+        if _absolute(file) in self._written or self._is_called_by_script():
             session.meet(f"reading {os.path.basename(os.fspath(file))!r}")
         return self._open(file, mode, *args, **kwargs)
 
@@ -139,8 +143,8 @@ class Files:
         is_path = isinstance(f, (str, os.PathLike))
         if is_path:
             self._record(f)
-        if self._session.rank == 0 or not is_path:
-            self._save(obj, f, *args, **kwargs)
+        to_null = is_path and self._session.rank != 0  # an object may contain batches, which all ranks gather
+        self._save(obj, os.devnull if to_null else f, *args, **kwargs)
 
     def load(self, f: Any, *args: Any, **kwargs: Any) -> Any:
         """Load as `torch.load` does, once rank 0 has saved what the script saved before.
