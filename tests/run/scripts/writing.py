@@ -32,6 +32,8 @@ for epoch in range(3):
     optimizer.step()
     with open("written/losses.csv", "a") as file:
         csv.writer(file).writerow([epoch, f"{loss:.10f}"])
+        file.flush()
+        os.fsync(file.fileno())
     logging.info("epoch %d", epoch)
     (out / f"epoch-{epoch}.json").write_text(json.dumps({"epoch": epoch}))
     np.save(out / "weights.npy", model.weight.detach().numpy())
