@@ -4,7 +4,8 @@
 |---|---|---|
 | prints | prints | are silent |
 | opens a file to write | writes it | write to nothing, or to a private copy where they also read |
-| reads a file after it wrote any | reads it, once all have come so far | read it then |
+| reads a file | reads it, once all have come so far | read it then |
+| writes a file in another thread | writes it | write to nothing |
 | makes, removes, renames, lists, looks for files | does so | get the same result or error |
 | reads a clock or a line of input | does so | get the same |
 
@@ -58,6 +59,7 @@ class Files:
         if session.rank:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+            os.fsync = os.fdatasync = lambda fd: None  # the null device, to which scripts write here, refuses both
         self._open, self._save, self._load = builtins.open, torch.save, torch.load
         builtins.open = io.open = self.open
         torch.save, torch.load = self.save, self.load
@@ -87,9 +89,13 @@ class Files:
             **kwargs: Further arguments of `open`.
         """
         session = self._session
-        if session.alone or not isinstance(file, (str, bytes, os.PathLike)) or not session.is_main():
+        if session.alone or not isinstance(file, (str, bytes, os.PathLike)):
             return self._open(file, mode, *args, **kwargs)
         writes = bool(set(mode) & set("wax+"))
+        if not session.is_main():  # ranks only meet in the script's main thread
+            if writes and "+" not in mode and session.rank:
+                file, mode = os.devnull, mode.replace("x", "w")
+            return self._open(file, mode, *args, **kwargs)
         if writes:
             self._record(file)
             if session.outputs.is_silent:
@@ -101,7 +107,7 @@ class Files:
             if "+" in mode:
                 return self._private(None, mode, *args, **kwargs)
             return self._open(os.devnull, mode.replace("x", "w"), *args, **kwargs)
-        if _absolute(file) in self._written or (self._has_written and self._is_called_by_script()):
+        if _absolute(file) in self._written or self._is_called_by_script():
             session.meet(f"reading {os.path.basename(os.fspath(file))!r}")
         return self._open(file, mode, *args, **kwargs)
 
@@ -148,8 +154,8 @@ class Files:
             self._record(f)
         if is_path and self._session.outputs.is_silent:
             return
-        if self._session.rank == 0 or not is_path:
-            self._save(obj, f, *args, **kwargs)
+        to_null = is_path and self._session.rank != 0  # an object may contain batches, which all ranks gather
+        self._save(obj, os.devnull if to_null else f, *args, **kwargs)
 
     def load(self, f: Any, *args: Any, **kwargs: Any) -> Any:
         """Load as `torch.load` does, once rank 0 has saved what the script saved before.

@@ -140,7 +140,7 @@ class Regions:
         self._refused: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
 
     def install(self) -> None:
-        """Replace functions of torch that step out of regions, and those that call modules again in backward."""
+        """Replace functions of torch that step out of regions or call modules again in backward; compile nothing."""
         for name in STEPS_OUT:
             setattr(F, name, self._stepping_out(name, getattr(F, name)))
         checkpoint = torch.utils.checkpoint.checkpoint
@@ -150,6 +150,7 @@ class Regions:
             return checkpoint(self._paused(function), *args, **kwargs)
 
         torch.utils.checkpoint.checkpoint = with_pause
+        torch.compiler.set_stance("force_eager")  # a compiled function would not see that a batch is divided
 
     def forget(self) -> None:
         """Observe all modules again."""

@@ -90,6 +90,10 @@ class WholeTensor(torch.Tensor):
     def tolist(self) -> Any:
         return self.whole().tolist()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory of a copy; `storage()` reads it."""
+        return self.whole().clone().untyped_storage()
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.numpy(force=True), dtype)
 

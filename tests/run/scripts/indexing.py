@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 for x, y in DataLoader(TensorDataset(torch.arange(14.0).view(7, 2), torch.arange(7)), batch_size=5):
     print(x.shape, len(x), x.mean(), x[0], x[-1].tolist(), y, x.max(), x.std(), f"{x.mean():.3f} {x.sum().item()}")
     print(x.numpy().sum(), np.asarray(y).tolist(), [int(v) for v in y], x[x > 3], torch.where(y > 1)[0], x.norm())
+    print(x.untyped_storage().nbytes(), x.storage().tolist())
     row, part, chunk = x[0], x[0:2][1], x.chunk(2)[1]
     x += 1
     x[:, 0] *= 2

@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,8 @@ for epoch in range(3):
     optimizer.step()
     with open("written/losses.csv", "a") as file:
         csv.writer(file).writerow([epoch, f"{loss:.10f}"])
+        file.flush()
+        os.fsync(file.fileno())
     logging.info("epoch %d", epoch)
     (out / f"epoch-{epoch}.json").write_text(json.dumps({"epoch": epoch}))
     np.save(out / "weights.npy", model.weight.detach().numpy())
@@ -48,6 +51,21 @@ with open("written/first.json", "r+") as file:
     file.seek(0)
     file.write(content.upper())
 print(Path("written/first.json").read_text(), [len(files) for _, _, files in os.walk("written")])
+
+
+def append(number):
+    """Write a line, as a thread of a logger does."""
+    with open("written/thread.txt", "a") as file:
+        file.write(f"{number}\n")
+
+
+with ThreadPoolExecutor(1) as pool:
+    list(pool.map(append, range(3)))
+with open("written/thread.txt") as file:
+    print(file.read().split())
+model.last = model(torch.randn(8, 3)).detach()
+torch.save(model, "written/model.pt")  # with a batch as attribute
+print(torch.load("written/model.pt", weights_only=False).last.sum().item())
 with tempfile.TemporaryDirectory() as folder:
     torch.save(model.state_dict(), f"{folder}/x.pt")
     print(sorted(torch.load(f"{folder}/x.pt")), os.listdir(folder))
