@@ -127,7 +127,7 @@ if [ "$mpi" = openmpi ] && [ "$sizes" = "1 2 3 4 8" ]; then
         if [ -n "$all" ]; then
             targets=(tests/comm --ignore=tests/comm/test_compression.py --ignore=tests/comm/test_block_compression.py
                 tests/checkpoint/test_{background_saves,reading_together}.py tests/commands
-                tests/backend/test_backend_operations.py tests/horovod_interface/test_operations.py
+                tests/backend/test_backend_operations.py tests/horovod_interface/test_horovod_operations.py
                 tests/pipe/test_pipe_training.py::test_random_delays_change_nothing
                 tests/shard/test_{ddp,initialize}.py tests/train/test_trainer.py)
         fi

@@ -74,6 +74,11 @@ def test_class_names_are_unique():
     assert [name for name, count in names.items() if count > 1] == []
 
 
+def test_names_of_test_files_are_unique():
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))  # pytest imports them by these
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 def test_only_one_file_names_kinds_of_devices():
     places = []
     for path, tree in trees():
