@@ -32,7 +32,7 @@ _MOST_MARKS = 10_000
 
 
 class Follower(Protocol):
-    """Object that is told where the script is; see `mpitrain.run.resume.Resume`."""
+    """Receiver of the calls that a script makes at its loops; `mpitrain.run.resume.Resume` is one."""
 
     steps: int
 
@@ -107,7 +107,7 @@ class Loops:
     """All loops of a script; `install` compiles its files with the added calls from then on.
 
     Args:
-        follower: Object that is told where the script is.
+        follower: Receives the calls that the script makes at its loops.
         folder: Folder of the script, with a separator at its end.
     """
 
