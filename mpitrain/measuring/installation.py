@@ -143,7 +143,7 @@ def devices(world: Communicator) -> list[Line]:
     ways = world.device_ways(mine)
     lines += [(OK, "device memory", f"{way.name}: {way.obstacle or _speeds(way)}") for way in ways]
     alone = "one rank sends nothing; start several ranks to see the choice"
-    choice = f"comm.device auto uses {_fastest(ways)}" if ways else alone
+    choice = f"comm.device auto uses {_choice(ways, world.size)}" if ways else alone
     return [*lines, (OK, "device memory", choice)]
 
 
@@ -153,15 +153,15 @@ def _speeds(way: Way) -> str:
     return f"possible; all_reduce of {', '.join(rates)}" if rates else "possible"
 
 
-def _fastest(ways: Sequence[Way]) -> str:
-    """Return the way that is used for each size."""
-    measured = [way for way in ways if way.seconds]
+def _choice(ways: Sequence[Way], ranks: int) -> str:
+    """Return a text with the way that is used for each size, and for reductions of three or more ranks."""
+    measured, first = [way for way in ways if way.seconds], next(way.name for way in ways if not way.obstacle)
     if not measured:
-        return next(way.name for way in ways if not way.obstacle)
+        return first
     best = {size: min(measured, key=lambda way: way.seconds[size]).name for size in measured[0].seconds}
-    if len(set(best.values())) == 1:
-        return next(iter(best.values()))
-    return ", ".join(f"{chosen} near {size // 1024:,} KiB" for size, chosen in best.items())
+    near = [f"{name} near {size // 1024:,} KiB" for size, name in best.items()]
+    text = ", ".join(near) if len(set(best.values())) > 1 else next(iter(best.values()))
+    return text if ranks == 2 else f"{text}; for reductions {first}"
 
 
 def reach(world: Communicator) -> list[Line]:

@@ -14,8 +14,8 @@ from reference import assert_equal, expected_reduction, values
 from ways import take_device_addresses
 
 from mpitrain.comm import Communicator, carry_device_memory
-from mpitrain.comm.collectives.transports.by_programs import DeviceCall
-from mpitrain.comm.collectives.transports.choice import Nccl
+from mpitrain.comm.collectives.transports.by_programs import DeviceCall, Peer, Staged, Transport
+from mpitrain.comm.collectives.transports.choice import Nccl, Transports
 from mpitrain.errors import InputError
 
 on_pretend = pytest.mark.parametrize("way", ["staged"], indirect=True)  # makes the pretend device available
@@ -49,6 +49,30 @@ def test_auto_measures_the_transports_and_all_ranks_choose_the_same_one(fresh, d
         assert_equal(
             x, expected_reduction("sum", [values(numel, torch.float32, r) for r in range(fresh.size)]), fresh.size
         )
+
+
+@pytest.mark.simulated
+@on_pretend
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("fast", ["staged", "peer"])
+def test_measured_times_choose_no_other_order_of_a_sum(fresh, device, monkeypatch, fast):
+    sizes = (1 << 16, 1 << 20, 1 << 24)
+    seconds = {name: dict.fromkeys(sizes, 1.0 + (name != fast)) for name in ("staged", "peer")}
+    monkeypatch.setattr(Transports, "_measure", lambda transports: seconds)
+    performed = list[tuple[str, str]]()
+    for kind in (Staged, Peer):
+
+        def perform(transport: Transport, call: DeviceCall, original=kind.perform) -> None:
+            performed.append((call.operation.name, transport.name))
+            original(transport, call)
+
+        monkeypatch.setattr(kind, "perform", perform)
+    x = torch.ones(6000, device=device)
+    fresh.all_reduce(x)
+    fresh.reduce_scatter(x[: 6000 // fresh.size], x.clone())
+    fresh.broadcast(x, 1)
+    sums = "peer" if fresh.size > 2 else fast
+    assert performed == [("all_reduce", sums), ("reduce_scatter", sums), ("broadcast", fast)]
 
 
 @pytest.mark.simulated

@@ -1,4 +1,8 @@
-"""Choice of the transport for device memory (the requested or the fastest possible one), and two of the transports."""
+"""Choice of the transport for device memory (the requested or the fastest possible one), and two of the transports.
+
+Transports add the vectors of three or more ranks in different orders, and a restart may measure other times. Such
+reductions therefore use the first possible transport of a fixed list, whatever was measured.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +39,7 @@ from mpitrain.comm.runtime.executor import Compiled, make_scaling
 from mpitrain.errors import refusal
 
 _MEASURED_SIZES = (1 << 16, 1 << 20, 1 << 24)  # bytes
+_PREFERENCE = ("nccl", "peer", "mpi", "staged")  # for reductions of three or more ranks
 
 
 @dataclass
@@ -71,7 +76,7 @@ class Transports:
     """Transports of device memory for one thread of a communicator."""
 
     def __init__(self, binder: Binder, memory: DeviceMemory, device: torch.device, probe: CollectiveOperation) -> None:
-        """Find the possible transports and, if there is a choice, measure which is fastest. Collective.
+        """Find the possible transports and, if there is a choice, measure all of them. Collective.
 
         Args:
             binder: Binds operations for the thread.
@@ -84,9 +89,8 @@ class Transports:
         """
         self._binder, self._device, self._probe = binder, device, probe
         self._staged = Staged(binder, device)
-        self._possible: dict[str, Transport] = {"staged": self._staged}
-        self._obstacles = {"staged": ""}
-        for name in {"auto": ("mpi", "peer", "nccl"), "staged": ()}.get(memory.way, (memory.way,)):
+        self._possible, self._obstacles = dict[str, Transport](), dict[str, str]()
+        for name in _PREFERENCE if memory.way == "auto" else dict.fromkeys((memory.way, "staged")):
             transport, self._obstacles[name] = self._make(name)
             if transport is not None:
                 self._possible[name] = transport
@@ -94,17 +98,19 @@ class Transports:
             self.free()
             raise refusal(f"comm.device {memory.way} is not possible: {self._obstacles[memory.way]}; use auto")
         self._seconds = self._measure() if memory.way == "auto" and len(self._possible) > 1 else {}
-        self._default = memory.way if memory.way != "auto" else "staged"
+        self._default = next(iter(self._possible))
 
     @property
     def ways(self) -> list[Way]:
-        """All transports that were examined."""
+        """All transports that were examined; the first possible one performs reductions of three or more ranks."""
         return [Way(name, why, self._seconds.get(name, {})) for name, why in self._obstacles.items()]
 
     def perform(self, call: DeviceCall) -> None:
         """Perform an operation on the rank's device; see `Transport.perform`."""
-        near = min(_MEASURED_SIZES, key=lambda size: abs(np.log(size / max(1, call.nbytes))))
-        name = min(self._seconds, key=lambda name: self._seconds[name][near], default=self._default)
+        name = self._default
+        if self._seconds and (call.value("op") is None or self._binder.topology.size == 2):
+            near = min(_MEASURED_SIZES, key=lambda size: abs(np.log(size / max(1, call.nbytes))))
+            name = min(self._seconds, key=lambda name: self._seconds[name][near])
         transport = self._possible[name]
         if not transport.carries(call):
             transport = self._staged
@@ -122,6 +128,8 @@ class Transports:
     def _make(self, name: str) -> tuple[Transport | None, str]:
         """Return the transport of a name, or None and the reason why it is not possible; equal on all ranks."""
         binder, device = self._binder, self._device
+        if name == "staged":
+            return self._staged, ""
         if name == "mpi":
             accepts = all_agree(binder.comm, accepts_addresses(device.type))
             return (Direct(binder), "") if accepts else (None, f"this MPI accepts no addresses of {device.type} memory")
