@@ -136,6 +136,7 @@ def _run_together(session: ScriptRun, words: list[str], options: argparse.Namesp
     """Run the script on all ranks, and end all of them as one process would end. Collective."""
     from mpitrain.run.check import EnoughSteps, StepRecorder
     from mpitrain.run.checks import Checks
+    from mpitrain.run.downloads import install as install_downloads
     from mpitrain.run.files import Files
     from mpitrain.run.precision import install as install_precision
     from mpitrain.run.resume import follow
@@ -159,6 +160,7 @@ def _run_together(session: ScriptRun, words: list[str], options: argparse.Namesp
     if check:
         recorder.install()
     Files(session).install()
+    install_downloads(session)
     if follower is not None:
         follower.install(seed, source)
     code, failure = 0, None

@@ -7,10 +7,12 @@
 | reads a file | reads it, once all have come so far | read it then |
 | writes a file in another thread | writes it | write to nothing |
 | makes, removes, renames, lists, looks for files | does so | get the same result or error |
+| fetches a file by urllib, unpacks an archive, calls `os.system` | does so | get the same result or error |
 | reads a clock or a line of input | does so | get the same |
 
 Only calls of the script itself are answered by rank 0, also through os, pathlib, shutil, glob and tempfile. Libraries
-look at files by themselves, in an order that may differ between ranks.
+look at files by themselves, in an order that may differ between ranks; but rank 0 alone fetches and unpacks for them,
+too. See `downloads` for libraries that look for files and fetch those that are missing.
 """
 
 from __future__ import annotations
@@ -21,10 +23,15 @@ import io
 import os
 import shutil
 import sys
+import tarfile
 import tempfile
 import time
+import urllib.request
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
+from email import message_from_string
+from http.client import HTTPMessage
 from typing import Any
 
 import torch
@@ -51,7 +58,7 @@ class Files:
     def __init__(self, session: ScriptRun) -> None:
         self._session = session
         self._has_written = False
-        self._written: set[str] = set()  # files that libraries, too, read only when rank 0 has written them
+        self._written: set[str] = set()  # files that libraries, too, look at only when rank 0 has written them
 
     def install(self) -> None:
         """Replace the functions; from now on, other ranks than rank 0 are silent."""
@@ -76,6 +83,8 @@ class Files:
         for name in _CLOCKS:
             setattr(time, name, self._by_first_rank(f"time.{name}", getattr(time, name)))
         builtins.input = self._by_first_rank("input", builtins.input)
+        os.system = self._by_first_rank("os.system", os.system)
+        self._fetch_on_first_rank()
 
     # -- reading and writing
 
@@ -107,7 +116,7 @@ class Files:
             if "+" in mode:
                 return self._private(None, mode, *args, **kwargs)
             return self._open(os.devnull, mode.replace("x", "w"), *args, **kwargs)
-        if _absolute(file) in self._written or self._is_called_by_script():
+        if self._is_written(file) or self._is_called_by_script():
             session.meet(f"reading {os.path.basename(os.fspath(file))!r}")
         return self._open(file, mode, *args, **kwargs)
 
@@ -173,6 +182,31 @@ class Files:
         self._has_written = True
         self._written.update(_absolute(path) for path in paths if isinstance(path, (str, bytes, os.PathLike)))
 
+    def _is_written(self, path: Any) -> bool:
+        return isinstance(path, (str, bytes, os.PathLike)) and _absolute(path) in self._written
+
+    def _fetch_on_first_rank(self) -> None:
+        """Replace the functions that fetch a file or unpack an archive, for libraries, too."""
+        for kind in (tarfile.TarFile, zipfile.ZipFile):
+            for name in ("extract", "extractall"):
+                full = f"{kind.__name__}.{name}"
+                setattr(kind, name, self._by_first_rank(full, getattr(kind, name), writes=True, of_libraries=True))
+        for module, name in ((shutil, "unpack_archive"), (torch.hub, "download_url_to_file")):
+            setattr(module, name, self._by_first_rank(name, getattr(module, name), writes=True, of_libraries=True))
+        fetch = self._by_first_rank(
+            "urlretrieve",
+            urllib.request.urlretrieve,
+            writes=True,
+            of_libraries=True,
+            result=lambda value: [value[0], str(value[1])],
+        )
+
+        def urlretrieve(*args: Any, **kwargs: Any) -> tuple[str, Any]:
+            path, headers = fetch(*args, **kwargs)
+            return path, message_from_string(headers, HTTPMessage) if isinstance(headers, str) else headers
+
+        urllib.request.urlretrieve = urlretrieve
+
     # -- what rank 0 answers
 
     def _is_called_by_script(self) -> bool:
@@ -188,6 +222,7 @@ class Files:
         original: Callable[..., Any],
         *,
         writes: bool = False,
+        of_libraries: bool = False,
         result: Callable[[Any], Any] = lambda value: value,
     ) -> Callable[..., Any]:
         """Return a function that rank 0 performs for all ranks if the script calls it.
@@ -196,16 +231,17 @@ class Files:
             name: Name for messages.
             original: Function to perform.
             writes: True if it changes files.
+            of_libraries: True if rank 0 also performs it for libraries.
             result: Function that makes its result a value that JSON can represent.
         """
         session = self._session
 
         def function(*args: Any, **kwargs: Any) -> Any:
-            if session.alone or not session.is_main() or not self._is_called_by_script():
+            if session.alone or not session.is_main() or not (of_libraries or self._is_called_by_script()):
                 return original(*args, **kwargs)
             if writes:
                 self._record(*args)
-                if session.outputs.is_silent and name != "tempfile.mkdtemp":
+                if session.outputs.is_silent and name != "tempfile.mkdtemp" and not of_libraries:
                     return args[1] if name.startswith("shutil.") and len(args) > 1 else None
             session.meet(name)
             answer: list[Any] = [None, None]
@@ -213,11 +249,8 @@ class Files:
                 try:
                     with session.without_meetings():  # what it calls inside is its own affair
                         answer[0] = result(original(*args, **kwargs))
-                except OSError as error:
-                    names = [None if n is None else os.fspath(n) for n in (error.filename, error.filename2)]
-                    answer[1] = [type(error).__name__, error.errno, error.strerror, *names]
-                except EOFError as error:
-                    answer[1] = [type(error).__name__, *error.args]
+                except Exception as error:
+                    answer[1] = _parts_of(error)
             value, failure = session.world.broadcast_object(answer)
             if failure is None:
                 return value
@@ -233,12 +266,21 @@ class Files:
             return [list(value[:10]), {name: getattr(value, name) for name in _TIMES}]
 
         ask = self._by_first_rank("os.stat", original, result=fields)
+        ask_always = self._by_first_rank("os.stat", original, of_libraries=True, result=fields)
 
         def function(*args: Any, **kwargs: Any) -> Any:
-            value = ask(*args, **kwargs)
+            value = (ask_always if args and self._is_written(args[0]) else ask)(*args, **kwargs)
             return os.stat_result(value[0], value[1]) if isinstance(value, list) else value
 
         return function
+
+
+def _parts_of(error: Exception) -> list[Any]:
+    """Return the name of an error's class and its arguments, as values that JSON can represent."""
+    if isinstance(error, OSError) and error.errno is not None:
+        names = [None if name is None else os.fspath(name) for name in (error.filename, error.filename2)]
+        return [type(error).__name__, error.errno, error.strerror, *names]
+    return [type(error).__name__, str(error.args[0] if len(error.args) == 1 else error)]
 
 
 def _absolute(path: Any) -> str:

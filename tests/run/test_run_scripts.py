@@ -16,7 +16,7 @@ from mpitrain.run.kinds import kind_of
 
 SCRIPTS = Path(__file__).parent / "scripts"
 HABITS = ["classifier", "tagger", "gan", "vae", "by_hand", "recurrent", "policy", "samplers", "indexing", "writing"]
-HABITS += ["regions", "language", "compiled"]
+HABITS += ["regions", "language", "compiled", "fetching"]
 NUMBER = re.compile(r"[-+]?\d+\.\d+(?:e[-+]?\d+)?")
 CLOSE = 1e-12  # relative to the largest value of a tensor, or to 1 for a printed number
 
