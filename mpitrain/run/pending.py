@@ -1,22 +1,30 @@
 """Sums over the ranks that have not been exchanged yet: the summands of gradients, which travel in one message.
 
 The sums stay in the memory in which the ranks exchanged them, as long as the script reads them there. If it still has
-earlier ones when the next are due, as between the steps of two optimizers, the later ones are copied.
+earlier ones when the next are due, as between the steps of two optimizers, a second memory is used; if it has sums in
+both, the later ones are copied.
+
+Where the ranks have spare cores, each bucket of summands is sent in the background while backward goes on, and whoever
+first reads a sum waits for it. A summand that changes after it was sent, because another backward adds to the same
+gradient, is sent again. Later, such a bucket waits for its reader.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 if TYPE_CHECKING:
-    from mpitrain.comm import Arena, Communicator
+    from mpitrain.comm import Communicator, Work
 
 _MULTIPLE = 16  # elements to which the place of each summand is aligned
 _FIRST_CAPACITY = 1 << 16  # bytes
-_MOST_PLACES = 64
+_MOST_PLACES = 1024
+BUCKET = 8 << 20  # bytes of summands that are worth a message of their own
 
 
 class SumSession(Protocol):
@@ -25,6 +33,8 @@ class SumSession(Protocol):
     world: Communicator
     sums: PendingSums
     crossings: int
+
+    def is_main(self) -> bool: ...
 
     def meet(self, what: str, flag: bool = False) -> bool: ...
 
@@ -38,13 +48,70 @@ class Cell:
         local: Dense tensor.
         is_shared: True if somebody else may use its memory, which must then not be written.
         is_pending: True until the ranks have exchanged it.
+        bucket: Bucket in which it is on its way; None if it is not, or has changed since.
     """
 
-    __slots__ = ("__weakref__", "is_pending", "is_shared", "local")
+    __slots__ = ("__weakref__", "bucket", "is_pending", "is_shared", "local")
 
     def __init__(self, session: SumSession, local: torch.Tensor, is_shared: bool = False) -> None:
         self.local, self.is_shared, self.is_pending = local, is_shared, True
+        self.bucket: _Bucket | None = None
         session.sums.add(self)
+
+
+Places = tuple[torch.Tensor, list[torch.Tensor]]  # memory to exchange, and the place of each cell in it
+
+
+class _Bucket(NamedTuple):
+    """Summands on their way: their dtype and shapes, their cells, and the places of their sums."""
+
+    key: Any
+    cells: list[weakref.ref[Cell]]
+    places: list[torch.Tensor]
+    work: Work
+
+
+class _Memory:
+    """Memory in which the ranks exchange sums, and in which the script then reads them. Made on all ranks together.
+
+    Args:
+        world: Communicator over all ranks.
+        nbytes: Least number of bytes.
+    """
+
+    def __init__(self, world: Communicator, nbytes: int) -> None:
+        self._arena = world.arena(1 << (max(nbytes, _FIRST_CAPACITY) - 1).bit_length(), torch.uint8)
+        self._storage = self._arena.tensor.untyped_storage()
+        self._places: dict[Any, Places] = {}
+        self._users = torch._C._storage_Use_Count(self._storage._cdata)  # if the script has none of it
+
+    @property
+    def is_read(self) -> bool:
+        """True if the script has sums in it."""
+        return torch._C._storage_Use_Count(self._storage._cdata) > self._users
+
+    def place(self, cells: list[Cell], start: int) -> Places | None:
+        """Return the memory to exchange, and the place of each cell in it; None if there is no room.
+
+        Args:
+            cells: Cells of one dtype.
+            start: Offset in bytes.
+        """
+        key, dtype = (start, _key(cells)), cells[0].local.dtype
+        if key in self._places:
+            return self._places[key]
+        offsets = [0, *accumulate(-(-cell.local.numel() // _MULTIPLE) * _MULTIPLE for cell in cells)]
+        stop = start + offsets[-1] * dtype.itemsize
+        if stop > self._arena.tensor.numel() or len(self._places) >= _MOST_PLACES:
+            return None
+        flat = self._arena.tensor[start:stop].view(dtype)
+        places = [
+            flat.as_strided(cell.local.shape, cell.local.stride(), flat.storage_offset() + offset)
+            for cell, offset in zip(cells, offsets, strict=False)
+        ]
+        self._users += 1 + len(places)
+        self._places[key] = flat, places
+        return flat, places
 
 
 class PendingSums:
@@ -57,76 +124,135 @@ class PendingSums:
     def __init__(self, session: SumSession) -> None:
         self._session = session
         self._cells: list[weakref.ref[Cell]] = []
-        self._arenas: list[Arena] = []  # the last one is used; earlier ones may still be read by the script
-        self._places: dict[Any, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        self._users = 0  # of the last arena's storage, if the script has none of it
+        self._nbytes = 0  # of the summands that were added since a bucket was sent
+        self._memories: list[_Memory] = []  # at most two: the next sums are in the last one
+        self._small: list[_Memory] = []  # earlier ones, in which the script may still read
+        self._buckets: list[_Bucket] = []
+        self._end = 0  # of the buckets, in bytes of the last memory
+        self._changing: set[Any] = set()  # keys of buckets that changed on this rank after they were sent
+        self._waiting: set[Any] = set()  # keys of buckets that wait for a reader, on all ranks
 
     def add(self, cell: Cell) -> None:
-        """Let a cell wait for the next exchange."""
+        """Let a cell wait for the next exchange, or send it if it completes a bucket, which is collective."""
         if len(self._cells) > 10_000:  # summands that nobody reads
             self._cells = [reference for reference in self._cells if reference() is not None]
         self._cells.append(weakref.ref(cell))
+        if self._session.world.overlaps:
+            self._nbytes += cell.local.nbytes
+            if self._nbytes >= BUCKET and self._session.is_main():
+                self._send()
+
+    def change(self, cell: Cell) -> None:
+        """Note that a cell has another summand now."""
+        if cell.bucket is not None:
+            cell.bucket = None
+            self._cells.append(weakref.ref(cell))
 
     def settle(self) -> None:
         """Exchange all pending sums, in one message for each dtype. Collective."""
+        by_dtype: dict[torch.dtype, list[Cell]] = {}
+        for cell in self._take():
+            by_dtype.setdefault(cell.local.dtype, []).append(cell)
+        for dtype, cells in by_dtype.items():
+            is_alone = len(by_dtype) == 1 and dtype.itemsize >= 4
+            room = self._room("the sum of", cells) if is_alone else None
+            if room is None:
+                self._exchange_copies(cells)
+                continue
+            flat, places = room
+            self._session.crossings += 1
+            torch._foreach_copy_(places, [cell.local for cell in cells])
+            self._session.world.all_reduce(flat, reproducible=True)
+            _store(zip(cells, places, strict=True))
+        self._receive()
+
+    def _take(self) -> list[Cell]:
+        """Return the cells that wait, which wait no longer."""
         cells = [cell for reference in self._cells if (cell := reference()) is not None and cell.is_pending]
         self._cells.clear()
-        by_dtype: dict[torch.dtype, list[Cell]] = {}
-        for cell in cells:
-            by_dtype.setdefault(cell.local.dtype, []).append(cell)
-        for dtype, several in by_dtype.items():
-            if len(by_dtype) > 1 or dtype.itemsize < 4:
-                self._exchange_copies(several)
-            else:
-                self._exchange(several, dtype)
-            for cell in several:
-                cell.is_pending = cell.is_shared = False
+        self._nbytes = 0
+        return cells
 
-    def _exchange(self, cells: list[Cell], dtype: torch.dtype) -> None:
-        flat, places = self._place(cells, dtype)
-        storage = self._arenas[-1].tensor.untyped_storage()
-        is_read = torch._C._storage_Use_Count(storage._cdata) > self._users
-        session = self._session
-        if session.meet(f"the sum of {len(cells)} gradients, {flat.numel()} {dtype}", is_read):
-            self._exchange_copies(cells)
-            return
-        session.crossings += 1
-        torch._foreach_copy_(places, [cell.local for cell in cells])
-        session.world.all_reduce(flat, reproducible=True)
-        for cell, place in zip(cells, places, strict=True):
-            cell.local = place.detach()
+    def _send(self) -> None:
+        """Send the bucket of all cells that wait. Collective."""
+        cells = self._take()
+        dtypes, key = {cell.local.dtype for cell in cells}, _key(cells)
+        if len(dtypes) == 1 and dtypes.pop().itemsize >= 4 and key not in self._waiting:
+            room = self._room("sending", cells, key in self._changing)
+            if room is not None:
+                flat, places = room
+                torch._foreach_copy_(places, [cell.local for cell in cells])
+                work = self._session.world.all_reduce(flat, reproducible=True, async_op=True)
+                assert work is not None
+                bucket = _Bucket(key, [weakref.ref(cell) for cell in cells], places, work)
+                self._buckets.append(bucket)
+                self._end += flat.nbytes
+                for cell in cells:
+                    cell.bucket = bucket
+                return
+            self._waiting.add(key)
+        self._cells = [weakref.ref(cell) for cell in cells]
+
+    def _receive(self) -> None:
+        """Wait for the sums that are on their way."""
+        for bucket in self._buckets:
+            bucket.work.wait()
+            valid = list[tuple[Cell, torch.Tensor]]()
+            for reference, place in zip(bucket.cells, bucket.places, strict=True):
+                if (cell := reference()) is not None and cell.bucket is bucket:
+                    valid.append((cell, place))
+            if 2 * len(valid) < len(bucket.cells):
+                self._changing.add(bucket.key)
+            _store(valid)
+        self._buckets.clear()
+        self._end = 0
 
     def _exchange_copies(self, cells: list[Cell]) -> None:
         flat = self._session.sum(torch.cat([cell.local.reshape(-1) for cell in cells]))
         for cell, part in zip(cells, flat.split([cell.local.numel() for cell in cells]), strict=True):
-            shape, strides = cell.local.shape, cell.local.stride()
-            if cell.local.is_contiguous():
-                cell.local = part.view(shape)
-            else:
-                cell.local = torch.empty_strided(shape, strides, dtype=part.dtype).copy_(part.view(shape))
+            total = part.view(cell.local.shape)
+            if not cell.local.is_contiguous():
+                total = torch.empty_strided(total.shape, cell.local.stride(), dtype=total.dtype).copy_(total)
+            _store([(cell, total)])
 
-    def _place(self, cells: list[Cell], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the memory to exchange, and the place of each cell in it. Collective if memory is missing."""
-        key = (dtype, tuple((cell.local.shape, cell.local.stride()) for cell in cells))
-        known = self._places.get(key)
-        if known is not None:
-            return known
-        offsets, end = [], 0
-        for cell in cells:
-            offsets.append(end)
-            end += -(-cell.local.numel() // _MULTIPLE) * _MULTIPLE
-        nbytes = max(end * dtype.itemsize, _FIRST_CAPACITY)
-        if not self._arenas or self._arenas[-1].tensor.numel() < nbytes or len(self._places) >= _MOST_PLACES:
-            self._places.clear()
-            self._arenas.append(self._session.world.arena(1 << (nbytes - 1).bit_length(), torch.uint8))
-            storage = self._arenas[-1].tensor.untyped_storage()
-            self._users = torch._C._storage_Use_Count(storage._cdata)
-        memory = self._arenas[-1].tensor
-        flat = memory[: end * dtype.itemsize].view(dtype)
-        places = [
-            flat.as_strided(cell.local.shape, cell.local.stride(), flat.storage_offset() + offset)
-            for cell, offset in zip(cells, offsets, strict=True)
-        ]
-        self._users += 1 + len(places)
-        self._places[key] = flat, places
-        return flat, places
+    def _room(self, what: str, cells: list[Cell], is_late: bool = False) -> Places | None:
+        """Return the memory to exchange, and the place of each cell in it; None if there is none. Collective.
+
+        Args:
+            what: Operation, for messages.
+            cells: Cells of one dtype.
+            is_late: True if this rank finds that the cells should wait.
+        """
+        nbytes = sum(cell.local.nbytes + _MULTIPLE * cell.local.itemsize for cell in cells)
+        for _ in range(2):
+            if not self._memories:
+                self._memories.append(_Memory(self._session.world, nbytes))
+            room = self._memories[-1].place(cells, self._end)
+            if room is None:
+                self._small.append(self._memories.pop())
+                self._memories.append(_Memory(self._session.world, self._end + nbytes))
+                self._end = 0  # buckets that are on their way are in the small one
+                room = self._memories[-1].place(cells, 0)
+            assert room is not None
+            is_read = self._memories[-1].is_read and not self._buckets
+            text = f"{what} {len(cells)} gradients, {room[0].numel()} {room[0].dtype}"
+            if not self._session.meet(text, is_read or is_late):
+                return room
+            if self._buckets:
+                return None
+            if len(self._memories) == 1:
+                self._memories.append(_Memory(self._session.world, nbytes))
+            else:
+                self._memories.reverse()
+        return None
+
+
+def _key(cells: list[Cell]) -> Any:
+    return tuple((cell.local.dtype, cell.local.shape, cell.local.stride()) for cell in cells)
+
+
+def _store(sums: Iterable[tuple[Cell, torch.Tensor]]) -> None:
+    for cell, total in sums:
+        cell.local = total.detach()
+        cell.is_pending = cell.is_shared = False
+        cell.bucket = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from mpitrain.errors import InputError
 from mpitrain.run.boundaries import BOUNDARIES, Place, Replicate, SharedUse, enter, leave
 from mpitrain.run.observing import Observation, Witness
+from mpitrain.run.pending import BUCKET
 from mpitrain.run.session import ScriptRun
 from mpitrain.run.states import call_key, module_state
 from mpitrain.run.tensors import BatchTensor, WholeTensor
@@ -38,6 +40,7 @@ STEPS_OUT = (
 _RECURRENT = (nn.RNN, nn.LSTM, nn.GRU)
 _FIRST_RECHECK = 16  # calls of a region until it is observed again
 _LEAST_OPERATIONS = 2  # of a region; a single operation is faster alone
+_BEFORE_OTHERS = 2**63 - 1  # sequence number of a function that backward calls before all others that are ready
 _MOST_KEYS = 4096  # calls of one module with different arguments that are remembered
 
 
@@ -69,6 +72,7 @@ class Region:
                     number = numbers.setdefault(p, len(numbers))
                     self._slots.append((each._parameters, name, number))
         self._parameters = list(numbers)
+        self._starts = _starts_of_buckets(self._parameters)
 
     def run(self, regions: Regions, call: Callable[..., Any], module: nn.Module, leaves: list[Any], spec: Any) -> Any:
         """Return what the module returns for these leaves of its arguments, as batches.
@@ -86,7 +90,7 @@ class Region:
             leaves[i] = x
         others = [i for i, x in enumerate(leaves) if i not in self.inputs and _needs_gradient(x)]
         shared = [*self._parameters, *(leaves[i] for i in others)]
-        shares = SharedUse.apply(session, *shared) if shared and torch.is_grad_enabled() else shared
+        shares = self._share(session, shared) if shared and torch.is_grad_enabled() else shared
         for i, x in zip(others, shares[len(self._parameters) :], strict=True):
             leaves[i] = x
         args, kwargs = tree_unflatten(leaves, spec)
@@ -102,6 +106,14 @@ class Region:
             raise _EscapeError
         self.calls += 1
         return tree_unflatten(list(leave(session, self.outputs, results)), of_out)
+
+    def _share(self, session: ScriptRun, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors for use on rows, such that backward has the summands of each bucket as soon as it can."""
+        shares = list[torch.Tensor]()
+        for start, end in pairwise([*self._starts, len(tensors)]):
+            shares += SharedUse.apply(session, *tensors[start:end])
+            shares[-1].grad_fn._set_sequence_nr(_BEFORE_OTHERS)  # type: ignore[union-attr]
+        return shares
 
     @contextmanager
     def _with(self, shares: Any) -> Iterator[None]:
@@ -316,6 +328,16 @@ class Regions:
             return enter(session, [output], [original(*args, **kwargs)])[0]
         finally:
             self.region = region
+
+
+def _starts_of_buckets(parameters: list[torch.Tensor]) -> list[int]:
+    """Return the number of the first parameter of each bucket; backward fills the last bucket first."""
+    starts, nbytes = list[int](), 0
+    for number, p in reversed(list(enumerate(parameters))):
+        nbytes += p.nbytes
+        if nbytes >= BUCKET:
+            starts, nbytes = [number, *starts], 0
+    return [0, *(start for start in starts if start)]
 
 
 def _place(x: Any) -> Place:

@@ -459,10 +459,11 @@ def _keep_sum(func: Any, a: Any, b: Any, **options: Any) -> PendingSum | None:
         return PendingSum(a.session, Cell(a.session, a.local + b.local))
     if not a.cell.is_shared:
         a.local.add_(b.local)
-        return a
-    if a.views:
+    elif a.views:
         return None
-    a.cell.local, a.cell.is_shared = a.local + b.local, False
+    else:
+        a.cell.local, a.cell.is_shared = a.local + b.local, False
+    a.session.sums.change(a.cell)
     return a
 
 

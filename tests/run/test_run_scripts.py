@@ -83,6 +83,19 @@ def test_scripts_print_save_and_end_as_in_one_process(alone, ranks, tmp_path):
             assert worst <= CLOSE * max(1.0, a.double().abs().max().item()), (path, worst)
 
 
+def test_gradients_that_are_sent_during_backward_are_the_same(alone, tmp_path):
+    """With accumulation, several backward passes into one gradient, and two optimizers that take turns."""
+    names = ["gan", "tagger", "classifier", "by_hand"]
+    words = [str(SCRIPTS.parent / "send_early.py"), str(SCRIPTS / "several.py"), *names]
+    done = forked_job(2, [sys.executable, *words], cwd=tmp_path, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed, of_one = sections(done.stdout), sections(alone[0])
+    for name in names:
+        assert_same_lines(of_one[name], printed[name])
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("buckets:")]
+    assert int(line.split()[1]) >= 20, line
+
+
 def test_modules_run_as_local_regions_unless_they_do_more_than_treat_samples_apart(tmp_path):
     done = forked_job(2, [sys.executable, str(SCRIPTS.parent / "count_regions.py"), str(SCRIPTS / "regions.py")],
                       cwd=tmp_path, timeout=200)  # fmt: skip
