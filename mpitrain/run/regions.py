@@ -72,7 +72,7 @@ class Region:
                     number = numbers.setdefault(p, len(numbers))
                     self._slots.append((each._parameters, name, number))
         self._parameters = list(numbers)
-        self._starts = _starts_of_buckets(self._parameters)
+        self._starts: list[int] = []  # of buckets; filled in later, because reading a size would be observed
 
     def run(self, regions: Regions, call: Callable[..., Any], module: nn.Module, leaves: list[Any], spec: Any) -> Any:
         """Return what the module returns for these leaves of its arguments, as batches.
@@ -110,6 +110,7 @@ class Region:
     def _share(self, session: ScriptRun, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors for use on rows, such that backward has the summands of each bucket as soon as it can."""
         shares = list[torch.Tensor]()
+        self._starts = self._starts or _starts_of_buckets(self._parameters)
         for start, end in pairwise([*self._starts, len(tensors)]):
             shares += SharedUse.apply(session, *tensors[start:end])
             shares[-1].grad_fn._set_sequence_nr(_BEFORE_OTHERS)  # type: ignore[union-attr]
