@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -277,6 +277,16 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Oper
         in_place=in_place,
         shares=aliases(func),
     )
+
+
+PLANNERS.update(dict.fromkeys(operations_named("_prelu_kernel"), _pointwise))  # without torch's tag
+
+
+@rule("_prelu_kernel_backward")
+def _prelu_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationPlan:
+    """Plan the gradients of the input and, before it is summed, of the weight."""
+    plan = _pointwise(func, args, kwargs)
+    return replace(plan, outcomes=[*plan.outcomes, *plan.outcomes])
 
 
 def _element_part(x: Any, end: int, rows: Rows) -> Any:

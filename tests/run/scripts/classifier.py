@@ -1,4 +1,4 @@
-"""CNN with BatchNorm and dropout, a schedule per epoch, evaluation by sums and hits, the best checkpoint kept."""
+"""CNN with BatchNorm, dropout and PReLU, a schedule per epoch, evaluation by hits, the best checkpoint kept."""
 
 import os
 
@@ -12,11 +12,11 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv1, self.bn = nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4)
-        self.drop, self.fc = nn.Dropout(0.25), nn.Linear(36, 5)
+        self.drop, self.slope, self.fc = nn.Dropout(0.25), nn.PReLU(36), nn.Linear(36, 5)
 
     def forward(self, x):
         x = F.max_pool2d(F.relu(self.bn(self.conv1(x)), inplace=True), 2)
-        return F.log_softmax(self.fc(self.drop(torch.flatten(x, 1))), dim=1)
+        return F.log_softmax(self.fc(self.slope(self.drop(torch.flatten(x, 1)))), dim=1)
 
 
 x = torch.randn(75, 1, 8, 8)
