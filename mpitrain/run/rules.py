@@ -536,6 +536,15 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operation
     raise NoRule
 
 
+@rule("repeat")
+def _repeat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationPlan:
+    """Plan copies along dimensions that are not divided."""
+    x, repeats = args
+    at = x.division.at + len(repeats) - x.dim()
+    need(repeats[at] == 1)
+    return OperationPlan(func, [LOCAL, Constant(list(repeats))], {}, [RowsOutcome(at, x.division.rows)])
+
+
 def _reshape(x: torch.Tensor, shape: list[int], *_: Any) -> torch.Tensor:
     return x.reshape(shape)
 

@@ -157,7 +157,9 @@ class BatchTensor(WholeTensor):
         shaped = gathered.new_empty(0).set_(
             gathered.new_empty(gathered.numel()).untyped_storage(), 0, self.division.shape, self.division.strides
         )
-        return shaped.copy_(gathered)
+        distinct = tuple(slice(0, 1) if n == 0 else slice(None) for n in self.division.strides)  # of an expanded batch
+        shaped[distinct].copy_(gathered[distinct])
+        return shaped
 
     def viewed(self) -> torch.Tensor:
         """Return the gathered batch, and keep it for views of it. Collective."""

@@ -32,6 +32,8 @@ for x, y in DataLoader(TensorDataset(torch.arange(14.0).view(7, 2), torch.arange
     print(
         torch.einsum("bi,bj->ij", x, x), torch.linalg.svd(x)[1], x.var(0), x.topk(1)[0], x.t().reshape(-1), x.squeeze(0)
     )
+    wide = x.unsqueeze(1).expand(-1, 3, -1)
+    print(wide.repeat(1, 2, 1).sum((1, 2)), wide.repeat(2, 1, 1, 1).shape, wide.sort(0)[0].sum(), wide.flip(0)[0])
     w = torch.ones(2, requires_grad=True)
     total = (x * w).sum(1)
     total.sum().backward()
