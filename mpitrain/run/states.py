@@ -4,13 +4,18 @@ arguments     shapes, dtypes, divisions and requires_grad of tensors; values of 
 modules       numbers, strings and flags among attributes, and those in a configuration that is an attribute
 parameters    identity, dtype and requires_grad
 code          global variables and those of enclosing functions, with the same kinds of values
+
+Objects are told apart by numbers that are equal on all ranks (`_number_of`). Their addresses are not: a new tensor may
+or may not get the address of one that is gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dis
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -24,6 +29,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 _OWN_NAMES = {"training"}.union(vars(nn.Module()))  # attributes of every module, of which `training` is the only value
 _MOST_ENTRIES = 256  # of a configuration that is compared
+_MOST_NUMBERS = 100_000  # of objects, until those that are gone are forgotten
+_numbers: dict[int, tuple[weakref.ref[Any], int]] = {}  # of objects, by address
+_count = 0  # of the numbers that were given
 
 
 def call_key(leaves: list[Any], spec: Any) -> Any:
@@ -66,7 +74,7 @@ def module_state(module: nn.Module) -> Any:
             if values.get(name):
                 return None
         kind = type(each)
-        out += (id(each), kind, id(kind.forward))
+        out += (_number_of(each), kind, _number_of(kind.forward))
         for name, value in values.items():
             if type(value) in _SCALARS:
                 out.append(value)
@@ -74,14 +82,28 @@ def module_state(module: nn.Module) -> Any:
                 _add_values(out, value, seen)
         for p in values["_parameters"].values():
             if p is not None:
-                out += (id(p), p.requires_grad, p.dtype)
+                out += (_number_of(p), p.requires_grad, p.dtype)
         for b in values["_buffers"].values():
             if b is not None:
-                out += (id(b), b.dtype)
+                out += (_number_of(b), b.dtype)
         modules += [m for m in values["_modules"].values() if m is not None]
         for read in _variables(kind):  # type: ignore[arg-type]
             _add_values(out, read(), seen)
     return tuple(out)
+
+
+def _number_of(x: Any) -> int:
+    """Return the number of an object: they are numbered as they come, so equally on ranks that run the same script."""
+    global _count
+    known = _numbers.get(id(x))
+    if known is not None and known[0]() is x:
+        return known[1]
+    if len(_numbers) > _MOST_NUMBERS:
+        for address in [address for address, (reference, _) in _numbers.items() if reference() is None]:
+            del _numbers[address]
+    _count += 1
+    _numbers[id(x)] = weakref.ref(x), _count
+    return _count
 
 
 def _add_values(out: list[Any], value: Any, seen: set[int]) -> None:
@@ -91,7 +113,7 @@ def _add_values(out: list[Any], value: Any, seen: set[int]) -> None:
         out.append(value)
         return
     if kind is FunctionType or isinstance(value, torch.Tensor):
-        out.append(id(value))
+        out.append(_number_of(value))
         return
     if isinstance(value, (nn.Module, ModuleType, type)) or callable(value) or id(value) in seen:
         return
@@ -125,13 +147,21 @@ def _variables(kind: Any) -> tuple[Callable[[], Any], ...]:
 def _variables_of(function: FunctionType) -> list[Callable[[], Any]]:
     values = function.__globals__
     out: list[Callable[[], Any]] = []
-    for name in function.__code__.co_names:
+    for name in _globals_of(function.__code__):
         value = values.get(name)
         if not isinstance(value, (ModuleType, type)):
             out.append(lambda name=name: values.get(name))  # type: ignore[misc]
         if isinstance(value, FunctionType) and value.__globals__ is values and value is not function:
-            for inner in value.__code__.co_names:  # one function further, such as a helper in the same file
+            for inner in _globals_of(value.__code__):  # one function further, such as a helper in the same file
                 if not isinstance(values.get(inner), (ModuleType, type)):
                     out.append(lambda inner=inner: values.get(inner))  # type: ignore[misc]
     out += [lambda cell=cell: cell.cell_contents for cell in function.__closure__ or ()]  # type: ignore[misc]
     return out
+
+
+def _globals_of(code: CodeType) -> Iterator[str]:
+    """Yield the names of global variables that code reads, that of functions and generators inside it among them."""
+    yield from dict.fromkeys(x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals_of(constant)

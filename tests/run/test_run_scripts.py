@@ -16,7 +16,7 @@ from mpitrain.run.kinds import kind_of
 
 SCRIPTS = Path(__file__).parent / "scripts"
 HABITS = ["classifier", "tagger", "gan", "vae", "by_hand", "recurrent", "policy", "samplers", "indexing", "writing"]
-HABITS += ["regions", "language", "compiled", "fetching"]
+HABITS += ["regions", "language", "compiled", "fetching", "names"]
 NUMBER = re.compile(r"[-+]?\d+\.\d+(?:e[-+]?\d+)?")
 CLOSE = 1e-12  # relative to the largest value of a tensor, or to 1 for a printed number
 
@@ -96,12 +96,22 @@ def test_gradients_that_are_sent_during_backward_are_the_same(alone, tmp_path):
     assert int(line.split()[1]) >= 20, line
 
 
-def test_modules_run_as_local_regions_unless_they_do_more_than_treat_samples_apart(tmp_path):
-    done = forked_job(2, [sys.executable, str(SCRIPTS.parent / "count_regions.py"), str(SCRIPTS / "regions.py")],
-                      cwd=tmp_path, timeout=200)  # fmt: skip
+def counts_of_regions(folder: Path, name: str) -> dict[str, str]:
+    """Return how often each class of module ran as a local region in a script, on 2 ranks."""
+    words = [sys.executable, str(SCRIPTS.parent / "count_regions.py"), str(SCRIPTS / f"{name}.py")]
+    done = forked_job(2, words, cwd=folder, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("regions:")]
-    counts = dict(word.split("=") for word in line.split()[1:])
+    return dict(word.split("=") for word in line.split()[1:])
+
+
+def test_variables_decide_on_a_region_only_if_the_module_reads_them(tmp_path):
+    counts = counts_of_regions(tmp_path, "names")
+    assert 30 <= int(counts["Net"]) < 40 and "Scaled" not in counts, counts
+
+
+def test_modules_run_as_local_regions_unless_they_do_more_than_treat_samples_apart(tmp_path):
+    counts = counts_of_regions(tmp_path, "regions")
     local = {"Block", "LayerNorm", "Drops", "LSTM", "Replaces"}
     assert local <= set(counts), counts
     assert int(counts["Block"]) >= 6 and int(counts["Drops"]) >= 6, counts
