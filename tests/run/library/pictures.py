@@ -33,5 +33,5 @@ class Pictures(TensorDataset):
                 if hashlib.md5(file.read()).hexdigest() != md5:
                     raise RuntimeError("the archive is corrupt")
             with tarfile.open(archive) as file:
-                file.extractall(root, filter="data")
+                file.extractall(root)
         super().__init__(*torch.load(os.path.join(root, "pictures.pt")))

@@ -45,6 +45,6 @@ with zipfile.ZipFile("some.zip") as packed:
     except KeyError as error:
         print(error)
 with tarfile.open("pictures.tar.gz") as archive:
-    archive.extractall("unpacked", filter="data")
+    archive.extractall("unpacked")
 print(os.system("echo x >> commands.txt"), Path("commands.txt").read_text())
 torch.save(model.state_dict(), "weights.pt")
