@@ -38,7 +38,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(?!mpitrain\.).*"),
     ("py:.*", r"mpitrain\.comm\.(collectives|job|memory|runtime|selection|mailbox\.PostWork).*"),
     ("py:.*", r"mpitrain\.(comm\.communicator\.(Alternating|NodeCopy)|monitor\.json_lines\.\w+)"),
-    ("py:.*", r"mpitrain\.(checkpoint\.\w+|config\.\w+|data\.dataset|data\.format|tensor\.(linear|styles))\.\w+"),
+    ("py:.*", r"mpitrain\.(checkpoint\.\w+|config\.\w+|data\.(dataset|format|in_place)|tensor\.(linear|styles))\.\w+"),
     ("py:.*", r"mpitrain\.trainer\.(engine\.\w+|options\.\w+|user_loop\.checks\.UserModel)"),
     ("py:.*", r"mpitrain\.trainer\.(data|folder|held_out\.measuring|optimizing|run)\.\w+"),
     (

@@ -45,7 +45,10 @@ class Warm:
         self._place = f"{self._folder.name}/socket"
         self.python = Path(self._folder.name, "python")
         rank = (ROOT / "tests/warm_rank.py").read_text()
-        self.python.write_text(f"#!{sys.executable} -S\n{rank.replace('PLACE', self._place)}")
+        first = f"#!{sys.executable} -S\n"
+        if " " in sys.executable:  # the first line cannot hold it; to Python, the second line here is a string
+            first = f"#!/bin/sh\n''''exec \"{sys.executable}\" -S \"$0\" \"$@\" # '''\n"
+        self.python.write_text(first + rank.replace("PLACE", self._place))
         self.python.chmod(0o755)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(self._place)
