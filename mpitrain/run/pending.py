@@ -178,7 +178,8 @@ class PendingSums:
         cells = self._take()
         dtypes, key = {cell.local.dtype for cell in cells}, _key(cells)
         if len(dtypes) == 1 and dtypes.pop().itemsize >= 4 and key not in self._waiting:
-            room = self._room("sending", cells, key in self._changing)
+            is_changing = self._session.meet(f"a bucket of {len(cells)} gradients", key in self._changing)
+            room = None if is_changing else self._room("sending", cells)
             if room is not None:
                 flat, places = room
                 torch._foreach_copy_(places, [cell.local for cell in cells])
@@ -215,13 +216,12 @@ class PendingSums:
                 total = torch.empty_strided(total.shape, cell.local.stride(), dtype=total.dtype).copy_(total)
             _store([(cell, total)])
 
-    def _room(self, what: str, cells: list[Cell], is_late: bool = False) -> Places | None:
+    def _room(self, what: str, cells: list[Cell]) -> Places | None:
         """Return the memory to exchange, and the place of each cell in it; None if there is none. Collective.
 
         Args:
             what: Operation, for messages.
             cells: Cells of one dtype.
-            is_late: True if this rank finds that the cells should wait.
         """
         nbytes = sum(cell.local.nbytes + _MULTIPLE * cell.local.itemsize for cell in cells)
         for _ in range(2):
@@ -236,10 +236,8 @@ class PendingSums:
             assert room is not None
             is_read = self._memories[-1].is_read and not self._buckets
             text = f"{what} {len(cells)} gradients, {room[0].numel()} {room[0].dtype}"
-            if not self._session.meet(text, is_read or is_late):
+            if not self._session.meet(text, is_read):
                 return room
-            if self._buckets:
-                return None
             if len(self._memories) == 1:
                 self._memories.append(_Memory(self._session.world, nbytes))
             else:
