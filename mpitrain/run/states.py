@@ -5,8 +5,8 @@ modules       numbers, strings and flags among attributes, and those in a config
 parameters    identity, dtype and requires_grad
 code          global variables and those of enclosing functions, with the same kinds of values
 
-Objects are told apart by numbers that are equal on all ranks (`_number_of`). Their addresses are not: a new tensor may
-or may not get the address of one that is gone.
+Objects are compared by numbers that are equal on all ranks (`_number_of`), not by their addresses: a new tensor can get
+the address of one that is gone on one rank, and another address on the next.
 """
 
 from __future__ import annotations
