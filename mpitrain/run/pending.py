@@ -6,7 +6,7 @@ both, the later ones are copied.
 
 Where the ranks have spare cores, each bucket of summands is sent in the background while backward goes on, and whoever
 first reads a sum waits for it. A summand that changes after it was sent, because another backward adds to the same
-gradient, is sent again. Later, such a bucket waits for its reader.
+gradient, is sent again. From then on, such a bucket waits for its reader.
 """
 
 from __future__ import annotations

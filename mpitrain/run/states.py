@@ -160,7 +160,7 @@ def _variables_of(function: FunctionType) -> list[Callable[[], Any]]:
 
 
 def _globals_of(code: CodeType) -> Iterator[str]:
-    """Yield the names of global variables that code reads, that of functions and generators inside it among them."""
+    """Yield the names of the global variables that code reads, also in functions and generators inside it."""
     yield from dict.fromkeys(x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
