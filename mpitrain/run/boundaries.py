@@ -105,14 +105,14 @@ class SharedUse(Function):
     @staticmethod
     def forward(ctx: Any, session: ScriptRun, *parameters: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.session = session
+        ctx.session, ctx.homes = session, [session.home(p) for p in parameters]
         return tuple(p.detach() for p in parameters)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         if _tracks(gradients):
             return None, *Total.apply(ctx.session, *gradients)
-        return None, *_sums(ctx.session, gradients)
+        return None, *_sums(ctx.session, gradients, ctx.homes)
 
 
 class Total(Function):
@@ -122,7 +122,7 @@ class Total(Function):
     def forward(ctx: Any, session: ScriptRun, *summands: Any) -> Any:
         ctx.set_materialize_grads(False)
         ctx.session = session
-        return tuple(_sums(session, summands))
+        return tuple(_sums(session, summands, [None] * len(summands)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -132,8 +132,11 @@ class Total(Function):
         return None, *(None if g is None else next(shares) for g in present)
 
 
-def _sums(session: ScriptRun, summands: Sequence[Any]) -> list[Any]:
-    return [None if g is None else PendingSum(session, Cell(session, g.contiguous(), is_shared=True)) for g in summands]
+def _sums(session: ScriptRun, summands: Sequence[Any], homes: Sequence[int | None]) -> list[Any]:
+    return [
+        None if g is None else PendingSum(session, Cell(session, g.contiguous(), is_shared=True, home=home))
+        for g, home in zip(summands, homes, strict=True)
+    ]
 
 
 class Replicate(Function):

@@ -7,12 +7,15 @@ both, the later ones are copied.
 Where the ranks have spare cores, each bucket of summands is sent in the background while backward goes on, and whoever
 first reads a sum waits for it. A summand that changes after it was sent, because another backward adds to the same
 gradient, is sent again. From then on, such a bucket waits for its reader.
+
+Where gradients are sharded, a sum goes to the rank that owns the parameter alone. It is still a sum of
+summands, as before: all of it on its owner, and zeros without memory elsewhere. Whoever reads it gets it from there.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -38,6 +41,12 @@ class SumSession(Protocol):
 
     def meet(self, what: str, flag: bool = False) -> bool: ...
 
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
     def sum(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
@@ -49,13 +58,24 @@ class Cell:
         is_shared: True if somebody else may use its memory, which must then not be written.
         is_pending: True until the ranks have exchanged it.
         bucket: Bucket in which it is on its way; None if it is not, or has changed since.
+        home: Rank that shall have the sum, if gradients are sharded and it is known; else None.
+        owner: Rank that has the sum, while the others have zeros; None if it is not reduced, or has changed since.
+
+    Args:
+        session: Run of the script.
+        local: Summand.
+        is_shared: See above.
+        home: See above.
     """
 
-    __slots__ = ("__weakref__", "bucket", "is_pending", "is_shared", "local")
+    __slots__ = ("__weakref__", "bucket", "home", "is_pending", "is_shared", "local", "owner")
 
-    def __init__(self, session: SumSession, local: torch.Tensor, is_shared: bool = False) -> None:
+    def __init__(
+        self, session: SumSession, local: torch.Tensor, is_shared: bool = False, home: int | None = None
+    ) -> None:
         self.local, self.is_shared, self.is_pending = local, is_shared, True
         self.bucket: _Bucket | None = None
+        self.home, self.owner = home, None
         session.sums.add(self)
 
 
@@ -131,27 +151,79 @@ class PendingSums:
         self._end = 0  # of the buckets, in bytes of the last memory
         self._changing: set[Any] = set()  # keys of buckets that changed on this rank after they were sent
         self._waiting: set[Any] = set()  # keys of buckets that wait for a reader, on all ranks
+        self.before: Callable[[], None] = lambda: None  # called before all sums are exchanged
 
     def add(self, cell: Cell) -> None:
         """Let a cell wait for the next exchange, or send it if it completes a bucket, which is collective."""
         if len(self._cells) > 10_000:  # summands that nobody reads
             self._cells = [reference for reference in self._cells if reference() is not None]
         self._cells.append(weakref.ref(cell))
-        if self._session.world.overlaps:
+        if cell.home is not None:
+            self._nbytes += cell.local.nbytes
+            if self._nbytes >= BUCKET and self._session.is_main():
+                self._cells = [weakref.ref(each) for each in self._reduce_homes(self._take())]
+        elif self._session.world.overlaps:
             self._nbytes += cell.local.nbytes
             if self._nbytes >= BUCKET and self._session.is_main():
                 self._send()
 
     def change(self, cell: Cell) -> None:
         """Note that a cell has another summand now."""
-        if cell.bucket is not None:
-            cell.bucket = None
+        if cell.bucket is not None or cell.owner is not None:
+            cell.bucket = cell.owner = None
             self._cells.append(weakref.ref(cell))
+
+    def _reduce_homes(self, cells: list[Cell]) -> list[Cell]:
+        """Sum the summands of cells that have a home there, in one message for each dtype; return the others."""
+        by_dtype: dict[torch.dtype, list[tuple[Cell, int]]] = {}
+        for cell in cells:
+            if cell.home is not None:
+                by_dtype.setdefault(cell.local.dtype, []).append((cell, cell.home))
+        for dtype, group in by_dtype.items():
+            group.sort(key=lambda x: x[1])
+            self._reduce([cell for cell, _ in group], [owner for _, owner in group], dtype)
+        return [cell for cell in cells if cell.home is None]
+
+    def _reduce(self, cells: list[Cell], owners: list[int], dtype: torch.dtype) -> None:
+        """Sum the summands of cells of one dtype on their owners, in whose order they are. Collective."""
+        session, counts = self._session, [0] * self._session.size
+        for cell, owner in zip(cells, owners, strict=True):
+            counts[owner] += cell.local.numel()
+        session.crossings += 1
+        session.meet(f"the sum of {len(cells)} gradients on their owners, {sum(counts)} {dtype}")
+        wide = torch.promote_types(dtype, torch.float32)
+        flat = torch.cat([cell.local.reshape(-1) for cell in cells]).to(wide)
+        total = flat.new_empty(counts[session.rank])
+        session.world.reduce_scatter(total, flat, counts=counts, reproducible=True)
+        mine = iter(
+            total.to(dtype).split([c.local.numel() for c, o in zip(cells, owners, strict=True) if o == session.rank])
+        )
+        for cell, owner in zip(cells, owners, strict=True):
+            is_mine = owner == session.rank
+            cell.local = (
+                _laid_out(next(mine), cell.local)
+                if is_mine
+                else total.new_zeros((), dtype=dtype).expand(cell.local.shape)
+            )
+            cell.is_shared, cell.owner = not is_mine, owner
+
+    def spread(self, cell: Cell) -> None:
+        """Give all ranks a sum that one of them has. Collective."""
+        owner = cell.owner
+        assert owner is not None
+        session = self._session
+        session.crossings += 1
+        session.meet(f"a gradient of {tuple(cell.local.shape)} from rank {owner}")
+        flat = cell.local.reshape(-1).contiguous()  # a copy of the zeros
+        session.world.broadcast(flat, owner)
+        cell.owner = None
+        _store([(cell, cell.local if owner == session.rank else flat.view(cell.local.shape))])
 
     def settle(self) -> None:
         """Exchange all pending sums, in one message for each dtype. Collective."""
+        self.before()
         by_dtype: dict[torch.dtype, list[Cell]] = {}
-        for cell in self._take():
+        for cell in self._reduce_homes(self._take()):
             by_dtype.setdefault(cell.local.dtype, []).append(cell)
         for dtype, cells in by_dtype.items():
             is_alone = len(by_dtype) == 1 and dtype.itemsize >= 4
@@ -211,10 +283,7 @@ class PendingSums:
     def _exchange_copies(self, cells: list[Cell]) -> None:
         flat = self._session.sum(torch.cat([cell.local.reshape(-1) for cell in cells]))
         for cell, part in zip(cells, flat.split([cell.local.numel() for cell in cells]), strict=True):
-            total = part.view(cell.local.shape)
-            if not cell.local.is_contiguous():
-                total = torch.empty_strided(total.shape, cell.local.stride(), dtype=total.dtype).copy_(total)
-            _store([(cell, total)])
+            _store([(cell, _laid_out(part, cell.local))])
 
     def _room(self, what: str, cells: list[Cell]) -> Places | None:
         """Return the memory to exchange, and the place of each cell in it; None if there is none. Collective.
@@ -243,6 +312,16 @@ class PendingSums:
             else:
                 self._memories.reverse()
         return None
+
+
+def _laid_out(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return elements in the shape and with the strides of a tensor, in their own memory if that is possible."""
+    total = part.view(like.shape)
+    return (
+        total
+        if like.is_contiguous()
+        else torch.empty_strided(total.shape, like.stride(), dtype=total.dtype).copy_(total)
+    )
 
 
 def _key(cells: list[Cell]) -> Any:

@@ -11,7 +11,7 @@ import sys
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -43,6 +43,7 @@ class ScriptRun:
         gathered: Operations that ran on the whole batch on every rank, with their places in the script.
         outputs: Files that the script has opened to write, and its terminal.
         alone: True while ranks run different code on purpose, as when each reads its own samples.
+        home: Function that returns the rank that shall have the gradient of a parameter, or None if all shall.
 
     Args:
         world: Communicator over all ranks.
@@ -59,6 +60,7 @@ class ScriptRun:
         self.results: list[torch.Tensor] | None = None
         self.gathered: Counter[str] = Counter()
         self.alone = False
+        self.home: Callable[[torch.Tensor], int | None] = lambda p: None
         self.errors: TextIO = sys.stderr
         self.outputs = Outputs()
         self._home = os.getpid(), threading.get_ident()

@@ -203,8 +203,10 @@ class PendingSum(WholeTensor):
         return _view(self.cell.local, self.views)
 
     def whole(self) -> torch.Tensor:
-        """Return the sum. Collective."""
-        if self.cell.is_pending:
+        """Return the sum. Collective if it is pending."""
+        if self.cell.owner is not None:
+            self.session.sums.spread(self.cell)
+        elif self.cell.is_pending:
             self.session.sums.settle()
         return self.local
 
@@ -457,6 +459,10 @@ def _keep_copy(func: Any, x: Any, **_: Any) -> PendingSum | None:
 def _keep_sum(func: Any, a: Any, b: Any, **options: Any) -> PendingSum | None:
     if options or not _pending(a, b) or a.shape != b.shape or a.dtype != b.dtype:
         return None
+    if a.cell.owner is not None and a.cell.owner == b.cell.owner and func is aten.add_.Tensor:
+        if a.cell.owner == a.session.rank:
+            a.local.add_(b.local)
+        return a
     if func is aten.add.Tensor:
         return PendingSum(a.session, Cell(a.session, a.local + b.local))
     if not a.cell.is_shared:
@@ -467,6 +473,19 @@ def _keep_sum(func: Any, a: Any, b: Any, **options: Any) -> PendingSum | None:
         a.cell.local, a.cell.is_shared = a.local + b.local, False
     a.session.sums.change(a.cell)
     return a
+
+
+def _keep_on_owner(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Perform an operation that writes a sum, or reduces it to a number, on the rank that has it."""
+    if not _pending(x) or x.cell.owner is None or any(isinstance(y, torch.Tensor) and y.dim() for y in args):
+        return None
+    is_owner = x.cell.owner == x.session.rank
+    if func._schema.is_mutable:
+        if is_owner:
+            func(x.local, *args, **kwargs)
+        return x
+    out = func(x.local, *args, **kwargs)
+    return x.session.sum(out if is_owner else torch.zeros_like(out))
 
 
 def _keep_linear(func: Any, *args: Any, **kwargs: Any) -> PendingSum | None:
@@ -501,5 +520,8 @@ _KEEPS_PENDING |= dict.fromkeys(
         aten.select_backward.default,
     ),
     _keep_linear,
+)
+_KEEPS_PENDING |= dict.fromkeys(
+    (aten.mul_.Tensor, aten.div_.Tensor, aten.clamp_.default, aten.linalg_vector_norm.default), _keep_on_owner
 )
 _KEEPS_PENDING |= {aten.add.Tensor: _keep_sum, aten.add_.Tensor: _keep_sum, aten.clone.default: _keep_copy}

@@ -1,4 +1,4 @@
-"""States of optimizers sharded over the ranks (`--parallel.zero 1`).
+"""States of optimizers and gradients sharded over the ranks (`--parallel.zero`).
 
 Each parameter has an owner. In a step of an optimizer, a rank sees the gradients of the parameters that it owns, so it
 has states for these alone; then the ranks exchange the parameters.
@@ -6,6 +6,9 @@ has states for these alone; then the ranks exchange the parameters.
     rank   states        updates       receives
     0      p0 p1         p0 p1         p2 p3
     1      p2 p3         p2 p3         p0 p1
+
+With `--parallel.zero 2`, the gradient of a parameter is summed on its owner alone: each 8 MiB of them as soon as
+backward has them, and the rest when the script first reads one.
 
 Where somebody reads all states, as `state_dict` and a checkpoint do, the ranks exchange them and drop them afterwards.
 """
@@ -26,7 +29,9 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpitrain.errors import InputError
+from mpitrain.run.gradients import stored_sum
 from mpitrain.run.session import ScriptRun
+from mpitrain.run.tensors import PendingSum
 
 _KINDS = (
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
@@ -38,14 +43,15 @@ class ShardedStates:
 
     Args:
         session: Run of the script.
+        level: 1: states; 2: gradients too.
     """
 
-    def __init__(self, session: ScriptRun) -> None:
-        self._session = session
+    def __init__(self, session: ScriptRun, level: int) -> None:
+        self._session, self._level = session, level
         self._optimizers: list[weakref.ref[Optimizer]] = []  # in the order of their first steps
         self._owners: Any = WeakTensorKeyDictionary()
         self._loads = [0] * session.size  # elements that each rank owns
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # of other ranks' parameters, during a step
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # that the optimizer must not see, during a step
 
     def install(self) -> None:
         """Replace what happens before and after a step, and when states are read."""
@@ -60,6 +66,15 @@ class ShardedStates:
                 return read(self)
 
         Optimizer.state_dict = state_dict  # type: ignore[method-assign]
+        if self._level > 1:
+            self._session.home = self._owners.get
+            self._session.sums.before = self._send_home
+
+    def _send_home(self) -> None:
+        """Let each sum that is the gradient of a parameter go to its owner."""
+        for p, owner in self._owners.items():
+            if (gradient := stored_sum(p)) is not None:
+                gradient.cell.home = owner
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Hide the gradients of parameters that other ranks own."""
@@ -74,13 +89,15 @@ class ShardedStates:
             )
         if optimizer not in self._known():
             self._optimizers.append(weakref.ref(optimizer))
-        gradients = [(p, p.grad) for p in _parameters(optimizer)]  # which all ranks read, so all of them sum
-        for p, gradient in gradients:
-            if self._owner(p) != self._session.rank:
+        owners = [self._owner(p) for p in _parameters(optimizer)]
+        gradients = [p.grad for p in _parameters(optimizer)]  # which all ranks read, so all of them sum
+        for p, owner, gradient in zip(_parameters(optimizer), owners, gradients, strict=True):
+            is_mine = owner == self._session.rank
+            if not is_mine:
                 optimizer.state.pop(p, None)
-                if gradient is not None:
-                    self._gradients.append((p, gradient))
-                    p.grad = None
+            if gradient is not None and (not is_mine or type(gradient) is PendingSum):
+                self._gradients.append((p, gradient))
+                p.grad = gradient.local if is_mine else None  # type: ignore[attr-defined]
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Show the gradients again, and receive the parameters that other ranks have updated."""

@@ -40,9 +40,9 @@ def assert_same_files(one: Path, other: Path) -> None:
     assert all(torch.equal(x, saved[name]) for name, x in expected.items())
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_states_are_divided_and_lines_weights_and_saved_states_keep_their_bits(ranks, tmp_path):
-    whole, sharded = run(ranks, tmp_path / "whole"), run(ranks, tmp_path / "sharded", "--parallel.zero", "1")
+@pytest.mark.parametrize(("ranks", "level"), [(2, "1"), (3, "1"), (2, "2"), (3, "2")])
+def test_states_are_divided_and_lines_weights_and_saved_states_keep_their_bits(ranks, level, tmp_path):
+    whole, sharded = run(ranks, tmp_path / "whole"), run(ranks, tmp_path / "sharded", "--parallel.zero", level)
     assert whole.returncode == sharded.returncode == 0, sharded.stderr[-3000:]
     assert whole.stdout == sharded.stdout and len(whole.stdout.splitlines()) == 9
     assert state_bytes(tmp_path / "whole") == [WHOLE] * ranks
