@@ -29,7 +29,7 @@ def install(kind: type[torch.Tensor]) -> None:
     def read(self: torch.Tensor) -> torch.Tensor | None:
         gradient = _STORED.__get__(self)
         if type(gradient) is PendingSum and not gradient.requires_grad:
-            if gradient.cell.is_pending:
+            if gradient.cell.is_pending and gradient.cell.owner is None:
                 gradient.session.sums.settle()
             if gradient.cell.owner is None:
                 gradient = gradient.local

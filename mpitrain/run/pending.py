@@ -60,6 +60,7 @@ class Cell:
         bucket: Bucket in which it is on its way; None if it is not, or has changed since.
         home: Rank that shall have the sum, if gradients are sharded and it is known; else None.
         owner: Rank that has the sum, while the others have zeros; None if it is not reduced, or has changed since.
+        layout: Where there is an owner, a tensor without memory that has the shape and the strides of the sum.
 
     Args:
         session: Run of the script.
@@ -68,14 +69,16 @@ class Cell:
         home: See above.
     """
 
-    __slots__ = ("__weakref__", "bucket", "home", "is_pending", "is_shared", "local", "owner")
+    __slots__ = ("__weakref__", "bucket", "home", "is_pending", "is_shared", "layout", "local", "owner")
 
     def __init__(
         self, session: SumSession, local: torch.Tensor, is_shared: bool = False, home: int | None = None
     ) -> None:
         self.local, self.is_shared, self.is_pending = local, is_shared, True
         self.bucket: _Bucket | None = None
-        self.home, self.owner = home, None
+        self.home = home
+        self.owner: int | None = None
+        self.layout: torch.Tensor | None = None
         session.sums.add(self)
 
 
@@ -170,7 +173,7 @@ class PendingSums:
     def change(self, cell: Cell) -> None:
         """Note that a cell has another summand now."""
         if cell.bucket is not None or cell.owner is not None:
-            cell.bucket = cell.owner = None
+            cell.bucket = cell.owner = cell.layout = None
             self._cells.append(weakref.ref(cell))
 
     def _reduce_homes(self, cells: list[Cell]) -> list[Cell]:
@@ -195,17 +198,15 @@ class PendingSums:
         flat = torch.cat([cell.local.reshape(-1) for cell in cells]).to(wide)
         total = flat.new_empty(counts[session.rank])
         session.world.reduce_scatter(total, flat, counts=counts, reproducible=True)
-        mine = iter(
-            total.to(dtype).split([c.local.numel() for c, o in zip(cells, owners, strict=True) if o == session.rank])
-        )
+        total, start = total.to(dtype), 0
         for cell, owner in zip(cells, owners, strict=True):
-            is_mine = owner == session.rank
-            cell.local = (
-                _laid_out(next(mine), cell.local)
-                if is_mine
-                else total.new_zeros((), dtype=dtype).expand(cell.local.shape)
-            )
-            cell.is_shared, cell.owner = not is_mine, owner
+            shape, n = cell.local.shape, cell.local.numel()
+            cell.layout = torch.empty_strided(shape, cell.local.stride(), dtype=dtype, device="meta")
+            if owner == session.rank:
+                cell.local, start = _laid_out(total[start : start + n], cell.layout), start + n
+            else:
+                cell.local = total.new_zeros(()).expand(shape)
+            cell.is_shared, cell.owner = True, owner  # shared, so that all ranks take the same path
 
     def spread(self, cell: Cell) -> None:
         """Give all ranks a sum that one of them has. Collective."""
@@ -216,8 +217,8 @@ class PendingSums:
         session.meet(f"a gradient of {tuple(cell.local.shape)} from rank {owner}")
         flat = cell.local.reshape(-1).contiguous()  # a copy of the zeros
         session.world.broadcast(flat, owner)
-        cell.owner = None
-        _store([(cell, cell.local if owner == session.rank else flat.view(cell.local.shape))])
+        total = cell.local if owner == session.rank else _laid_out(flat, cell.layout)
+        _store([(cell, total)])
 
     def settle(self) -> None:
         """Exchange all pending sums, in one message for each dtype. Collective."""
@@ -314,7 +315,7 @@ class PendingSums:
         return None
 
 
-def _laid_out(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _laid_out(part: torch.Tensor, like: Any) -> torch.Tensor:
     """Return elements in the shape and with the strides of a tensor, in their own memory if that is possible."""
     total = part.view(like.shape)
     return (
@@ -332,4 +333,4 @@ def _store(sums: Iterable[tuple[Cell, torch.Tensor]]) -> None:
     for cell, total in sums:
         cell.local = total.detach()
         cell.is_pending = cell.is_shared = False
-        cell.bucket = None
+        cell.bucket = cell.owner = cell.layout = None

@@ -191,9 +191,9 @@ class PendingSum(WholeTensor):
     views: tuple[tuple[Any, tuple[Any, ...]], ...]
 
     def __new__(cls, session: ScriptRun, cell: Cell, views: tuple[tuple[Any, tuple[Any, ...]], ...] = ()) -> PendingSum:
-        local = _view(cell.local, views)
+        like = _view(cell.local if cell.layout is None else cell.layout, views)
         self = torch.Tensor._make_wrapper_subclass(
-            cls, local.shape, strides=local.stride(), dtype=local.dtype, device=local.device
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=cell.local.device
         )
         self.session, self.cell, self.views = session, cell, views
         return self
@@ -204,10 +204,10 @@ class PendingSum(WholeTensor):
 
     def whole(self) -> torch.Tensor:
         """Return the sum. Collective if it is pending."""
+        if self.cell.is_pending and self.cell.owner is None:
+            self.session.sums.settle()
         if self.cell.owner is not None:
             self.session.sums.spread(self.cell)
-        elif self.cell.is_pending:
-            self.session.sums.settle()
         return self.local
 
 
