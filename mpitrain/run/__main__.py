@@ -95,7 +95,9 @@ def make_parser() -> early.Parser:
     )
     precision = "precision in which modules compute, beside parameters in fp32 [%(default)s]"
     parser.add_argument("--train.precision", dest="precision", choices=["fp32", "bf16"], default="fp32", help=precision)
-    zero = "1: each rank keeps the optimizer states of some parameters only; 2: and their gradients [%(default)s]"
+    zero = (
+        "each rank keeps, of some parameters only, 1: optimizer states; 2: gradients too; 3: contents too [%(default)s]"
+    )
     parser.add_argument("--parallel.zero", dest="zero", type=int, choices=[0, 1, 2, 3], default=0, help=zero)
     parser.add_argument("script", metavar="SCRIPT", help="path of the script")
     parser.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -105,11 +107,6 @@ def make_parser() -> early.Parser:
 def _options(arguments: list[str]) -> argparse.Namespace:
     """Return the options. Raises InputError on all ranks if one is wrong or there is no such script."""
     options = make_parser().parse_args(arguments)
-    if options.zero > 2:
-        raise refusal(
-            f"--parallel.zero {options.zero}: a script's parameters stay whole; use 2, which shards the states of its "
-            "optimizers and the gradients, or mpitrain.train"
-        )
     if options.check and (name := _option_of_plain(options, "--check")):
         raise refusal(f"--check runs the first steps of the script as it is, so it goes without {name}; leave one out")
     if not os.path.isfile(options.script):

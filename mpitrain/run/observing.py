@@ -24,7 +24,8 @@ from mpitrain.run.boundaries import enter, leave
 from mpitrain.run.tensors import BatchTensor, WholeTensor
 
 if TYPE_CHECKING:
-    from mpitrain.run.session import ScriptRun
+    from mpitrain.run.parameters import ShardedParameter
+from mpitrain.run.session import ScriptRun
 
 _SIZED = {
     "view", "reshape", "expand", "zeros", "ones", "empty", "new_zeros", "new_ones", "new_empty", "broadcast_to",
@@ -132,7 +133,7 @@ class Observation(TorchFunctionMode):
             return self._cut(out, counts)
         if type(out) is tuple or not isinstance(out, WholeTensor):
             return out
-        if type(out) is not BatchTensor:
+        if type(out) is not BatchTensor and type(out) is not ShardedParameter:
             self._report()
         return out
 

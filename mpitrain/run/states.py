@@ -106,6 +106,11 @@ def _number_of(x: Any) -> int:
     return _count
 
 
+def forget_numbers() -> None:
+    """Have no weak references to objects any more, which get new numbers."""
+    _numbers.clear()
+
+
 def _add_values(out: list[Any], value: Any, seen: set[int]) -> None:
     """Add a value, or the values in a configuration (a list, a dictionary or an object with attributes)."""
     kind = type(value)

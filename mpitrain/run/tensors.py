@@ -77,6 +77,16 @@ class WholeTensor(torch.Tensor):
         """Return the whole tensor, to be read only. Collective. Derived classes define it."""
         raise NotImplementedError
 
+    def aliased(self, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the views that an operation takes of this tensor, or None if it takes them of the whole tensor.
+
+        Args:
+            func: Operation of aten that returns views of its first argument.
+            rest: Other positional arguments.
+            kwargs: Keyword arguments.
+        """
+        return None
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return dispatch(func, args, kwargs or {})
@@ -256,6 +266,10 @@ class BatchView(WholeTensor):
         """Return the view, for views of it. Collective if the batch was written."""
         return self.whole()
 
+    def aliased(self, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return views of this view."""
+        return _view_of(self, func, (self, *rest), kwargs)
+
     def store(self) -> None:
         """Take the rows of the batch from the gathered copy, after a write to this view."""
         base = self.base
@@ -383,10 +397,12 @@ def _dispatch_others(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if (keep := _KEEPS_PENDING.get(func)) is not None and (out := keep(func, *args, **kwargs)) is not None:
         return out
     flat, spec = tree_flatten((args, kwargs))
-    views = [x for x in flat if isinstance(x, BatchView)]
-    if views and views[0] is flat[0] and aliases(func):
-        return _view_of(views[0], func, args, kwargs)
-    values = [x.whole() if isinstance(x, (PendingSum, BatchView)) else x for x in flat]
+    first = flat[0]
+    if isinstance(first, WholeTensor) and aliases(func) and (out := first.aliased(func, args[1:], kwargs)) is not None:
+        return out
+    if torch.Tag.inplace_view in func.tags:
+        raise RuntimeError(f"mpitrain.run: {func} would change the shape of a tensor that lies on several ranks")
+    values = [x.whole() if isinstance(x, WholeTensor) and not isinstance(x, BatchTensor) else x for x in flat]
     originals = {id(v): x for v, x in zip(values, flat, strict=True) if v is not x}
     arguments, named = tree_unflatten(values, spec)
     has_batch = any(isinstance(x, BatchTensor) for x in values)

@@ -35,6 +35,7 @@ import torch
 from torch.utils.data import dataloader
 
 from mpitrain.errors import InputError
+from mpitrain.run.parameters import ShardedParameter
 from mpitrain.run.tensors import BatchTensor, WholeTensor
 
 LARGE = 1 << 20  # bytes from which a tensor that does not change is compared instead of saved
@@ -365,7 +366,8 @@ class VariableDecoder:
     def _decode_tensor(self, number: int, live: Any, facts: dict[str, Any]) -> Any:
         shape, dtype = facts["shape"], getattr(torch, facts["dtype"])
         kind = torch.nn.Parameter if facts["class"] == "parameter" else torch.Tensor
-        fits = type(live) is kind and list(live.shape) == shape and live.dtype == dtype and live.is_leaf
+        fits = type(live) is kind or (type(live) is ShardedParameter and kind is torch.nn.Parameter)
+        fits = fits and list(live.shape) == shape and live.dtype == dtype and live.is_leaf
         fits = fits and facts["leaf"] and "rows" not in facts and (facts["view"] or not live._is_view())
         if "checksum" in facts:
             if not fits or checksum(live) != facts["checksum"]:

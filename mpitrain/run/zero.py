@@ -10,6 +10,10 @@ has states for these alone; then the ranks exchange the parameters.
 With `--parallel.zero 2`, the gradient of a parameter is summed on its owner alone: each 8 MiB of them as soon as
 backward has them, and the rest when the script first reads one.
 
+With `--parallel.zero 3`, the owner of a parameter alone has its content between uses, from the moment that an optimizer
+gets it. Parameters of less than 4,096 elements stay whole, and so do those to which somebody has weak references, such
+as recurrent layers.
+
 Where somebody reads all states, as `state_dict` and a checkpoint do, the ranks exchange them and drop them afterwards.
 """
 
@@ -30,12 +34,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpitrain.errors import InputError
 from mpitrain.run.gradients import stored_sum
+from mpitrain.run.parameters import ShardedParameter, shard
 from mpitrain.run.session import ScriptRun
+from mpitrain.run.states import forget_numbers
 from mpitrain.run.tensors import PendingSum
 
 _KINDS = (
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
+LEAST = 1 << 12  # elements of a parameter that is sharded
 
 
 class ShardedStates:
@@ -43,7 +50,7 @@ class ShardedStates:
 
     Args:
         session: Run of the script.
-        level: 1: states; 2: gradients too.
+        level: 1: states; 2: gradients too; 3: parameters too.
     """
 
     def __init__(self, session: ScriptRun, level: int) -> None:
@@ -51,6 +58,7 @@ class ShardedStates:
         self._optimizers: list[weakref.ref[Optimizer]] = []  # in the order of their first steps
         self._owners: Any = WeakTensorKeyDictionary()
         self._loads = [0] * session.size  # elements that each rank owns
+        self._groups: list[list[torch.Tensor]] = []  # parameters of the optimizer that is stepping
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # that the optimizer must not see, during a step
 
     def install(self) -> None:
@@ -69,6 +77,24 @@ class ShardedStates:
         if self._level > 1:
             self._session.home = self._owners.get
             self._session.sums.before = self._send_home
+        if self._level > 2:
+            add, states = Optimizer.add_param_group, self
+
+            def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+                add(self, param_group)
+                if _can_shard(self):
+                    states._shard(self.param_groups[-1]["params"])
+
+            Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+
+    def _shard(self, parameters: list[torch.Tensor]) -> None:
+        """Leave the content of parameters that an optimizer gets on their owners. Collective."""
+        forget_numbers()
+        for p in parameters:
+            if p.numel() >= LEAST and p not in self._owners:
+                is_sharded = shard(self._session, p, self._next_owner())
+                self._session.meet(f"a parameter of {tuple(p.shape)}{', sharded' if is_sharded else ''}")
+                self._owner(p)
 
     def _send_home(self) -> None:
         """Let each sum that is the gradient of a parameter go to its owner."""
@@ -78,7 +104,7 @@ class ShardedStates:
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Hide the gradients of parameters that other ranks own."""
-        if type(optimizer).__name__ not in _KINDS or not type(optimizer).__module__.startswith("torch.optim"):
+        if not _can_shard(optimizer):
             raise InputError(
                 f"--parallel.zero shards optimizers of torch that update each parameter apart ({', '.join(_KINDS)}), "
                 f"and not {type(optimizer).__name__}; leave it out", agreed=True,
@@ -98,15 +124,34 @@ class ShardedStates:
             if gradient is not None and (not is_mine or type(gradient) is PendingSum):
                 self._gradients.append((p, gradient))
                 p.grad = gradient.local if is_mine else None  # type: ignore[attr-defined]
+        self._groups = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [self._content(optimizer, p) for p in group["params"]]
+
+    def _content(self, optimizer: Any, p: torch.Tensor) -> torch.Tensor:
+        """Return a parameter, or its content, with its gradient and its state, if this rank has it."""
+        if type(p) is not ShardedParameter or (content := p.content.tensor) is None:
+            return p
+        content.grad, p.grad = p.grad, None
+        if p in optimizer.state:
+            optimizer.state[content] = optimizer.state.pop(p)
+        return content
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Show the gradients again, and receive the parameters that other ranks have updated."""
+        for group, parameters in zip(optimizer.param_groups, self._groups, strict=True):
+            for p, content in zip(parameters, group["params"], strict=True):
+                if p is not content:
+                    p.grad, content.grad = content.grad, None
+                    if content in optimizer.state:
+                        optimizer.state[p] = optimizer.state.pop(content)
+            group["params"] = parameters
         for p, gradient in self._gradients:
             p.grad = gradient
         self._gradients = []
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for p in _parameters(optimizer):
-            if p.grad is not None:
+            if p.grad is not None and type(p) is not ShardedParameter:
                 by_dtype.setdefault(p.dtype, []).append(p)
         for parameters in by_dtype.values():
             self._exchange([p.detach() for p in parameters], [self._owners[p] for p in parameters])
@@ -118,10 +163,12 @@ class ShardedStates:
     def _owner(self, p: torch.Tensor) -> int:
         """Return the rank that owns a parameter: the one with the least so far when it was first met."""
         if p not in self._owners:
-            owner = self._loads.index(min(self._loads))
-            self._owners[p] = owner
+            self._owners[p] = owner = self._next_owner()
             self._loads[owner] += p.numel()
         return self._owners[p]
+
+    def _next_owner(self) -> int:
+        return self._loads.index(min(self._loads))
 
     def _exchange(self, tensors: list[torch.Tensor], owners: list[int]) -> None:
         """Fill tensors of one dtype with the content that they have on their owners. Collective."""
@@ -183,6 +230,10 @@ class ShardedStates:
 
 def _describe(x: Any) -> list[Any]:
     return [str(x.dtype).removeprefix("torch."), list(x.shape)] if isinstance(x, torch.Tensor) else ["value", x]
+
+
+def _can_shard(optimizer: Any) -> bool:
+    return type(optimizer).__name__ in _KINDS and type(optimizer).__module__.startswith("torch.optim")
 
 
 def _parameters(optimizer: Any) -> list[torch.Tensor]:
