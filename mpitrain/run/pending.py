@@ -15,7 +15,7 @@ summands, as before: all of it on its owner, and zeros without memory elsewhere.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -113,7 +113,12 @@ class _Memory:
         """True if the script has sums in it."""
         return torch._C._storage_Use_Count(self._storage._cdata) > self._users
 
-    def place(self, cells: list[Cell], start: int) -> Places | None:
+    def free(self) -> None:
+        """Release the memory. Collective."""
+        self._places.clear()
+        self._arena.free()
+
+    def place(self, cells: Sequence[Cell], start: int) -> Places | None:
         """Return the memory to exchange, and the place of each cell in it; None if there is no room.
 
         Args:
@@ -123,7 +128,7 @@ class _Memory:
         key, dtype = (start, _key(cells)), cells[0].local.dtype
         if key in self._places:
             return self._places[key]
-        offsets = [0, *accumulate(-(-cell.local.numel() // _MULTIPLE) * _MULTIPLE for cell in cells)]
+        offsets = [0, *accumulate(map(_room_of, cells))]
         stop = start + offsets[-1] * dtype.itemsize
         if stop > self._arena.tensor.numel() or len(self._places) >= _MOST_PLACES:
             return None
@@ -152,6 +157,7 @@ class PendingSums:
         self._small: list[_Memory] = []  # earlier ones, in which the script may still read
         self._buckets: list[_Bucket] = []
         self._end = 0  # of the buckets, in bytes of the last memory
+        self._stage: _Memory | None = None  # from which sums go to their owners
         self._changing: set[Any] = set()  # keys of buckets that changed on this rank after they were sent
         self._waiting: set[Any] = set()  # keys of buckets that wait for a reader, on all ranks
         self.before: Callable[[], None] = lambda: None  # called before all sums are exchanged
@@ -177,33 +183,43 @@ class PendingSums:
             self._cells.append(weakref.ref(cell))
 
     def _reduce_homes(self, cells: list[Cell]) -> list[Cell]:
-        """Sum the summands of cells that have a home there, in one message for each dtype; return the others."""
-        by_dtype: dict[torch.dtype, list[tuple[Cell, int]]] = {}
+        """Sum the summands of cells that have a home there, one bucket after another; return the others."""
+        buckets: dict[torch.dtype, list[tuple[Cell, int]]] = {}
         for cell in cells:
-            if cell.home is not None:
-                by_dtype.setdefault(cell.local.dtype, []).append((cell, cell.home))
-        for dtype, group in by_dtype.items():
-            group.sort(key=lambda x: x[1])
-            self._reduce([cell for cell, _ in group], [owner for _, owner in group], dtype)
-        return [cell for cell in cells if cell.home is None]
+            if cell.home is not None and cell.local.dtype.itemsize >= 4:
+                bucket = buckets.setdefault(cell.local.dtype, [])
+                bucket.append((cell, cell.home))
+                if sum(each.local.nbytes for each, _ in bucket) >= BUCKET:
+                    self._reduce(buckets.pop(cell.local.dtype))
+        for bucket in buckets.values():
+            self._reduce(bucket)
+        return [cell for cell in cells if cell.owner is None]
 
-    def _reduce(self, cells: list[Cell], owners: list[int], dtype: torch.dtype) -> None:
-        """Sum the summands of cells of one dtype on their owners, in whose order they are. Collective."""
-        session, counts = self._session, [0] * self._session.size
+    def _reduce(self, bucket: list[tuple[Cell, int]]) -> None:
+        """Sum the summands of cells of one dtype on their owners. Collective."""
+        bucket.sort(key=lambda x: x[1])
+        cells, owners = zip(*bucket, strict=True)
+        session, counts, dtype = self._session, [0] * self._session.size, cells[0].local.dtype
         for cell, owner in zip(cells, owners, strict=True):
-            counts[owner] += cell.local.numel()
+            counts[owner] += _room_of(cell)
         session.crossings += 1
         session.meet(f"the sum of {len(cells)} gradients on their owners, {sum(counts)} {dtype}")
-        wide = torch.promote_types(dtype, torch.float32)
-        flat = torch.cat([cell.local.reshape(-1) for cell in cells]).to(wide)
-        total = flat.new_empty(counts[session.rank])
+        room = self._stage.place(cells, 0) if self._stage is not None else None
+        if room is None:
+            if self._stage is not None:
+                self._stage.free()
+            self._stage = _Memory(session.world, sum(counts) * dtype.itemsize)
+            room = self._stage.place(cells, 0)
+        assert room is not None
+        flat, places = room
+        torch._foreach_copy_(places, [cell.local for cell in cells])
+        total, start = torch.empty(counts[session.rank], dtype=dtype), 0
         session.world.reduce_scatter(total, flat, counts=counts, reproducible=True)
-        total, start = total.to(dtype), 0
         for cell, owner in zip(cells, owners, strict=True):
-            shape, n = cell.local.shape, cell.local.numel()
-            cell.layout = torch.empty_strided(shape, cell.local.stride(), dtype=dtype, device="meta")
+            shape, strides = cell.local.shape, cell.local.stride()
+            cell.layout = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
             if owner == session.rank:
-                cell.local, start = _laid_out(total[start : start + n], cell.layout), start + n
+                cell.local, start = total.as_strided(shape, strides, start), start + _room_of(cell)
             else:
                 cell.local = total.new_zeros(()).expand(shape)
             cell.is_shared, cell.owner = True, owner  # shared, so that all ranks take the same path
@@ -325,7 +341,11 @@ def _laid_out(part: torch.Tensor, like: Any) -> torch.Tensor:
     )
 
 
-def _key(cells: list[Cell]) -> Any:
+def _room_of(cell: Cell) -> int:
+    return -(-cell.local.numel() // _MULTIPLE) * _MULTIPLE  # elements
+
+
+def _key(cells: Sequence[Cell]) -> Any:
     return tuple((cell.local.dtype, cell.local.shape, cell.local.stride()) for cell in cells)
 
 

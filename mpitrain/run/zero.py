@@ -43,6 +43,7 @@ _KINDS = (
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
 LEAST = 1 << 12  # elements of a parameter that is sharded
+_EXCHANGE = 32 << 20  # bytes of parameters that the ranks exchange in one message
 
 
 class ShardedStates:
@@ -149,12 +150,15 @@ class ShardedStates:
         for p, gradient in self._gradients:
             p.grad = gradient
         self._gradients = []
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        buckets: dict[torch.dtype, list[torch.Tensor]] = {}
         for p in _parameters(optimizer):
             if p.grad is not None and type(p) is not ShardedParameter:
-                by_dtype.setdefault(p.dtype, []).append(p)
-        for parameters in by_dtype.values():
-            self._exchange([p.detach() for p in parameters], [self._owners[p] for p in parameters])
+                bucket = buckets.setdefault(p.dtype, [])
+                bucket.append(p)
+                if sum(each.nbytes for each in bucket) >= _EXCHANGE:
+                    self._exchange(buckets.pop(p.dtype))
+        for bucket in buckets.values():
+            self._exchange(bucket)
 
     def _known(self) -> list[Optimizer]:
         """Return the optimizers that have taken a step."""
@@ -170,9 +174,10 @@ class ShardedStates:
     def _next_owner(self) -> int:
         return self._loads.index(min(self._loads))
 
-    def _exchange(self, tensors: list[torch.Tensor], owners: list[int]) -> None:
-        """Fill tensors of one dtype with the content that they have on their owners. Collective."""
-        session = self._session
+    def _exchange(self, parameters: list[torch.Tensor]) -> None:
+        """Fill parameters of one dtype with the content that they have on their owners. Collective."""
+        session, tensors = self._session, [p.detach() for p in parameters]
+        owners = [self._owners[p] for p in parameters]
         order = sorted(range(len(tensors)), key=lambda i: owners[i])
         sizes = [0] * session.size
         for i in order:
