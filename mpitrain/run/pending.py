@@ -231,7 +231,8 @@ class PendingSums:
         session = self._session
         session.crossings += 1
         session.meet(f"a gradient of {tuple(cell.local.shape)} from rank {owner}")
-        flat = cell.local.reshape(-1).contiguous()  # a copy of the zeros
+        n = cell.local.numel()
+        flat = cell.local.reshape(-1) if owner == session.rank else torch.empty(n, dtype=cell.local.dtype)
         session.world.broadcast(flat, owner)
         total = cell.local if owner == session.rank else _laid_out(flat, cell.layout)
         _store([(cell, total)])

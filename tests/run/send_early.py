@@ -9,7 +9,9 @@ from mpitrain.run import pending, regions
 from mpitrain.run.__main__ import main
 
 world.spare_cores = lambda comm, share: 1
-from mpitrain.run import zero; zero.LEAST = 1
+from mpitrain.run import zero
+
+zero.LEAST = 1
 pending.BUCKET = regions.BUCKET = 256
 sent = pending.PendingSums._receive
 count = 0

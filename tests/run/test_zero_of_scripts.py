@@ -1,4 +1,4 @@
-"""`--parallel.zero 1` shards the states of a script's optimizers, and changes no bit of what it computes."""
+"""`--parallel.zero` shards states of optimizers, gradients and parameters, and changes no bit of what is computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from warm import job as forked_job
 
 SCRIPT = str(Path(__file__).parent / "scripts/sharded.py")
-WHOLE = (5 * (24 * 24 + 24) + 25) * 2 * 8 + 12 * 8  # bytes of the states of AdamW: two values a parameter, and steps
+PARAMETERS = (5 * (64 * 64 + 64) + 65) * 8  # bytes, and those of their gradients
+STATES = (5 * (64 * 64 + 64) + 65) * 2 * 8 + 12 * 8  # bytes of the states of AdamW: two values a parameter, and steps
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(240)]
 
@@ -22,8 +23,9 @@ def run(ranks: int, folder: Path, *options: str, script: str = SCRIPT):
     return forked_job(ranks, words, cwd=folder, timeout=100)
 
 
-def state_bytes(folder: Path) -> list[int]:
-    return [int(path.read_text()) for path in folder.glob("bytes-*")]
+def held(folder: Path) -> list[tuple[int, ...]]:
+    """Return the bytes that ranks hold of optimizer states, of parameters and of gradients, each as a tuple."""
+    return list(zip(*[map(int, path.read_text().split()) for path in folder.glob("held-*")], strict=True))
 
 
 def leaves(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -40,19 +42,36 @@ def assert_same_files(one: Path, other: Path) -> None:
     assert all(torch.equal(x, saved[name]) for name, x in expected.items())
 
 
-@pytest.mark.parametrize(("ranks", "level"), [(2, "1"), (3, "1"), (2, "2"), (3, "2")])
-def test_states_are_divided_and_lines_weights_and_saved_states_keep_their_bits(ranks, level, tmp_path):
-    whole, sharded = run(ranks, tmp_path / "whole"), run(ranks, tmp_path / "sharded", "--parallel.zero", level)
-    assert whole.returncode == sharded.returncode == 0, sharded.stderr[-3000:]
-    assert whole.stdout == sharded.stdout and len(whole.stdout.splitlines()) == 9
-    assert state_bytes(tmp_path / "whole") == [WHOLE] * ranks
-    counts = state_bytes(tmp_path / "sharded")
-    assert len(counts) == ranks and sum(counts) == WHOLE and max(counts) < 1.25 * WHOLE / ranks
-    assert_same_files(tmp_path / "whole", tmp_path / "sharded")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Folders and lines of runs that shard nothing, by the number of ranks."""
+    out = {}
+    for ranks in (2, 3):
+        folder = tmp_path_factory.mktemp(f"whole{ranks}")
+        done = run(ranks, folder)
+        assert done.returncode == 0 and len(done.stdout.splitlines()) == 9, done.stderr[-3000:]
+        assert held(folder) == [(STATES,) * ranks, (PARAMETERS,) * ranks, (PARAMETERS,) * ranks]
+        out[ranks] = folder, done.stdout
+    return out
 
 
-def test_a_killed_script_with_sharded_states_continues_with_the_same_bits(tmp_path):
-    options = ("--parallel.zero", "1", "--resume", "--checkpoint.every", "2")
+@pytest.mark.parametrize(("ranks", "level"), [(2, 1), (2, 2), (2, 3), (3, 1), (3, 3)])
+def test_ranks_hold_shares_and_lines_weights_and_saved_states_keep_their_bits(ranks, level, whole, tmp_path):
+    folder, lines = whole[ranks]
+    done = run(ranks, tmp_path, "--parallel.zero", str(level))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == lines
+    states, parameters, gradients = held(tmp_path)
+    assert sum(states) == STATES and max(states) < 1.5 * STATES / ranks
+    slack = (ranks - 1) * (6 * 64 + 1) * 8  # small parameters are whole; instead of a gradient there is one zero
+    assert level < 2 or PARAMETERS <= sum(gradients) <= PARAMETERS + slack
+    assert level < 3 or PARAMETERS <= sum(parameters) <= PARAMETERS + slack
+    assert_same_files(folder, tmp_path)
+
+
+@pytest.mark.parametrize("level", ["1", "3"])
+def test_a_killed_script_with_sharded_states_continues_with_the_same_bits(level, tmp_path):
+    options = ("--parallel.zero", level, "--resume", "--checkpoint.every", "2")
     whole = run(2, tmp_path / "whole", *options)
     assert whole.returncode == 0, whole.stderr[-3000:]
     killed = tmp_path / "killed"
@@ -70,8 +89,7 @@ def test_a_killed_script_with_sharded_states_continues_with_the_same_bits(tmp_pa
     ("options", "optimizer", "step", "reason"),
     [
         (["--parallel.zero", "1"], "LBFGS(p)", "lambda: 0", "and not LBFGS"),
-        (["--parallel.zero", "1"], "SGD(p, 0.1)", "lambda: 0", "does not take closures"),
-        (["--parallel.zero", "3"], "SGD(p, 0.1)", "", "--parallel.zero 3"),
+        (["--parallel.zero", "3"], "SGD(p, 0.1)", "lambda: 0", "does not take closures"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_in_one_line(options, optimizer, step, reason, tmp_path):
