@@ -1,18 +1,16 @@
-"""Runs a script as mpitrain.run does on ranks with spare cores, with tiny buckets, and prints how many were sent."""
+"""Runs a script as mpitrain.run does on ranks with spare cores, with tiny buckets and shards, and counts buckets."""
 
 import atexit
 import sys
 
 import mpitrain as mt
 from mpitrain.comm import world
-from mpitrain.run import pending, regions
+from mpitrain.run import pending, regions, zero
 from mpitrain.run.__main__ import main
 
 world.spare_cores = lambda comm, share: 1
-from mpitrain.run import zero
-
-zero.LEAST = 1
 pending.BUCKET = regions.BUCKET = 256
+zero.LEAST = 1
 sent = pending.PendingSums._receive
 count = 0
 
