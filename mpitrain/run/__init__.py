@@ -13,7 +13,8 @@ how fast a script is, and never what it computes.
 | `batches.py`, `workers.py` | batches of DataLoaders, and batches that a script cuts itself |
 | `files.py`, `seeds.py` | files, printed lines, clocks and random numbers that one process would have |
 | `resume.py`, `loops.py`, `loaders.py`, `variables.py`, `outputs.py`, `shares.py` | checkpoints of a script |
-| `record.py`, `precision.py`, `zero.py` | run folder; bfloat16; sharded states of optimizers |
+| `record.py`, `precision.py` | run folder; bfloat16 |
+| `zero.py`, `parameters.py` | sharded states of optimizers, gradients and parameters |
 | `checks.py` | comparison of parameters between ranks, and of N ranks with one (`--check`) |
 | `kinds.py` | for which library a script was written |
 """

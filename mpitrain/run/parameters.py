@@ -55,7 +55,7 @@ class ShardedParameter(WholeTensor):
         session: Run of the script.
         content: See above.
         views: See above.
-        requires_grad: Whether autograd shall record operations on it.
+        requires_grad: True if autograd shall record operations on it.
     """
 
     content: Content

@@ -1,9 +1,10 @@
 """Tensors that are whole to a script while ranks hold parts of them, and the dispatch of operations on them.
 
-    class           this rank holds                       read as a whole by
-    BatchTensor     its rows                              gathering the rows
-    PendingSum      its summand of a parameter gradient   one sum of all that are pending
-    BatchView       nothing: a view across ranks' rows    gathering the batch that it is a view of
+    class             this rank holds                       read as a whole by
+    BatchTensor       its rows                              gathering the rows
+    PendingSum        its summand of a parameter gradient   one sum of all that are pending
+    BatchView         nothing: a view across ranks' rows    gathering the batch that it is a view of
+    ShardedParameter  nothing, unless it is the owner       getting it from its owner (`parameters.py`)
 
 A `BatchView` arises where a script indexes the rows, as in x[0]. It is gathered again if the batch was written in the
 meantime, and what is written to it goes to the rows of the batch.
