@@ -21,11 +21,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
 from mpitrain.run.boundaries import enter, leave
+from mpitrain.run.parameters import ShardedParameter
 from mpitrain.run.tensors import BatchTensor, WholeTensor
 
 if TYPE_CHECKING:
-    from mpitrain.run.parameters import ShardedParameter
-from mpitrain.run.session import ScriptRun
+    from mpitrain.run.session import ScriptRun
 
 _SIZED = {
     "view", "reshape", "expand", "zeros", "ones", "empty", "new_zeros", "new_ones", "new_empty", "broadcast_to",
@@ -129,7 +129,7 @@ class Observation(TorchFunctionMode):
         out = func(*args, **kwargs)
         if name == "shape" or name == "size":
             return self._sizes(args[0], out, args[1:], kwargs)
-        if counts and type(out) in (torch.Tensor, torch.nn.Parameter):
+        if counts and type(out) in (torch.Tensor, torch.nn.Parameter, ShardedParameter):
             return self._cut(out, counts)
         if type(out) is tuple or not isinstance(out, WholeTensor):
             return out

@@ -87,7 +87,7 @@ def test_scripts_print_save_and_end_as_in_one_process(alone, ranks, tmp_path):
     ("names", "options"),
     [
         (["gan", "tagger", "classifier", "by_hand"], []),
-        (["gan", "tagger", "classifier", "language", "contents"], ["--parallel.zero", "3"]),
+        (["gan", "tagger", "classifier", "language", "regions", "contents"], ["--parallel.zero", "3"]),
     ],
 )
 def test_gradients_that_are_sent_during_backward_are_the_same(names, options, alone, tmp_path):
