@@ -145,8 +145,7 @@ def _batch_norm_backward(session: ScriptRun, func: Any, args: tuple[Any, ...], k
         names = ("running_mean", "running_var", "save_mean", "save_invstd", "train", "eps", "output_mask")
         out = func(g, x.local, weight, *(values[n] for n in names))
         return OnRows(out[0], 0, rows), *(y if y is None or not y.numel() else Summand(y) for y in out[1:])
-    dims, total = [d for d in range(x.dim()) if d != 1], x.numel() // x.shape[1]
-    wide = torch.promote_types(x.dtype, torch.float32)
+    total, wide = x.numel() // x.shape[1], torch.promote_types(x.dtype, torch.float32)
     mean, inverse = values["save_mean"].to(wide), values["save_invstd"].to(wide)
     local, g = x.local.to(wide), g.to(wide)
     # the sums of g and of g * (x - mean): the gradients of a norm with this mean and the variance 1
