@@ -1,11 +1,13 @@
 """Meetings of the ranks that run one script, each of which compares what the ranks are about to do.
 
 Before ranks exchange anything, they compare a checksum of the operation and of its line in the script. Where they
-differ, the job ends with one line that names both places. So no rank waits for one that does something else.
+differ, the job ends with one line that names both places. So no rank waits for one that does something else. The values
+of a small exchange travel with the checksum.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -17,8 +19,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import torch
 
+from mpitrain.comm.programs.program import tree_order
 from mpitrain.errors import EXIT_FAILED, InputError, printable
 from mpitrain.run.layouts import Layouts, Rows
+from mpitrain.run.meetings import Meetings
 from mpitrain.run.outputs import Outputs
 from mpitrain.run.pending import PendingSums
 
@@ -64,9 +68,7 @@ class ScriptRun:
         self.errors: TextIO = sys.stderr
         self.outputs = Outputs()
         self._home = os.getpid(), threading.get_ident()
-        self._codes = torch.zeros(3, dtype=torch.int64)
-        self._view = self._codes.numpy()
-        self._compare: Any = world.all_reduce_init(self._codes, "max")
+        self._meetings = Meetings(world)
         self._memory = world.arena(_FIRST_CAPACITY, torch.uint8)
         self._slots: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
@@ -112,16 +114,16 @@ class ScriptRun:
         """
         if self.size == 1:
             return flag
+        self._require_main_thread(what)
+        text = what + self.place()
+        flag_of_any = self._meetings.meet(zlib.crc32(text.encode()), flag)
+        if flag_of_any is None:
+            self._part(text)
+        return flag_of_any
+
+    def _require_main_thread(self, what: str) -> None:
         if not self.is_main():
             raise InputError(f"mpitrain.run: {what} outside the script's main thread; ranks only meet in that one")
-        text = what + self.place()
-        self._view[0] = code = zlib.crc32(text.encode())
-        self._view[1] = -code
-        self._view[2] = flag
-        self._compare()
-        if self._view[0] != -self._view[1]:
-            self._part(text)
-        return bool(self._view[2])
 
     def _part(self, text: str) -> NoReturn:
         texts = self.world.all_gather_object(text)
@@ -155,12 +157,16 @@ class ScriptRun:
             x: Summand of this rank.
         """
         self.crossings += 1
-        self.meet(f"the sum of {tuple(x.shape)} {x.dtype}")
-        if x.numel() == 0:
+        if self.size == 1:
             return x.clone()
+        what = f"the sum of {tuple(x.shape)} {x.dtype}"
         wide = torch.int64 if x.dtype == torch.bool else x.dtype
         if x.is_floating_point():
             wide = torch.promote_types(x.dtype, torch.float32)
+        if x.numel() * wide.itemsize <= self._meetings.capacity:
+            parts = self._show(what, x, wide, x.numel())
+            return tree_order(parts, torch.add).view(x.shape).to(x.dtype)  # the bits of a reproducible all_reduce
+        self.meet(what)
         slot = self._slot(0, x.numel(), wide)
         slot.view(x.shape).copy_(x)
         self.world.all_reduce(slot, reproducible=True)
@@ -180,10 +186,13 @@ class ScriptRun:
         first = local.movedim(at, 0)
         shape = (rows.total, *first.shape[1:])
         self.crossings += 1
-        self.meet(f"the rows of {shape} {local.dtype}")
-        numel, each = rows.length * (first[:1].numel()), first[:1].numel() * local.element_size()
-        if each == 0:
-            return first.new_empty(shape).movedim(0, at).contiguous()
+        what, of_row = f"the rows of {shape} {local.dtype}", math.prod(shape[1:])
+        numel, each, most = first.numel(), of_row * local.element_size(), max(rows.counts)
+        if most * each <= self._meetings.capacity:
+            parts = self._show(what, first, local.dtype, most * of_row)
+            pieces = [x[: n * of_row].view(n, *shape[1:]) for x, n in zip(parts, rows.counts, strict=True)]
+            return torch.cat(pieces).movedim(0, at).contiguous()
+        self.meet(what)
         nbytes = rows.total * each
         start = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         self._reserve(2 * start)
@@ -194,6 +203,21 @@ class ScriptRun:
         self.world.all_gather(out, mine, counts=[n * each for n in rows.counts])
         whole = self._slot(0, nbytes // local.element_size(), local.dtype).view(shape).movedim(0, at)
         return whole.clone(memory_format=torch.contiguous_format)
+
+    def _show(self, what: str, x: torch.Tensor, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
+        """Meet, and return flat views of what all ranks show, to be read before the next meeting. Collective.
+
+        Args:
+            what: Operation, for messages.
+            x: Tensor of this rank.
+            dtype: Element type to show.
+            numel: Elements of each view; at least those of x.
+        """
+        self._require_main_thread(what)
+        views = self._meetings.values(numel, dtype)
+        views[self.rank][: x.numel()].view(x.shape).copy_(x)
+        self.meet(what)
+        return views
 
     def _slot(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a part of the exchange memory, which starts at byte `start`."""

@@ -108,19 +108,20 @@ def _batch_norm(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs: di
     need(layout_of(x) is not None and x.division.at == 0 and x.dim() > 1)
     need(all(layout_of(y) is None for y in (weight, bias)))
     rows: Rows = x.division.rows
+    need(min(rows.counts) > 0)
     if not values["training"]:
         out = func(x.local, weight, bias, values["running_mean"], values["running_var"], False, values["momentum"], eps)
         return OnRows(out[0], 0, rows), out[1], out[2]
     wide = torch.promote_types(x.dtype, torch.float32)
     local = x.local.to(wide)
     dims, channels = [d for d in range(x.dim()) if d != 1], x.shape[1]
-    n, total = local.numel() // channels, x.numel() // channels
+    total = x.numel() // channels
     mean = local.mean(dims)
-    spread = (local - _broadcast(mean, x.dim())).square().sum(dims)
-    moments = torch.stack([mean, spread, torch.full_like(mean, n)]).unsqueeze(0)
-    parts = session.gather(moments, 0, session.layouts.rows((1,) * session.size))
-    mean = (parts[:, 0] * parts[:, 2]).sum(0) / total
-    spread = (parts[:, 1] + parts[:, 2] * (parts[:, 0] - mean).square()).sum(0)
+    spread = local.sub(_broadcast(mean, x.dim())).square_().sum(dims)
+    parts = session.gather(torch.stack([mean, spread]).unsqueeze(0), 0, session.layouts.rows((1,) * session.size))
+    numbers = torch.tensor(rows.counts, dtype=wide).unsqueeze(1) * (total // rows.total)
+    mean = (parts[:, 0] * numbers).sum(0) / total
+    spread = (parts[:, 1] + numbers * (parts[:, 0] - mean).square()).sum(0)
     variance = spread / total
     momentum = values["momentum"]
     for running, new in ((values["running_mean"], mean), (values["running_var"], spread / max(total - 1, 1))):
@@ -138,20 +139,25 @@ def _batch_norm_backward(session: ScriptRun, func: Any, args: tuple[Any, ...], k
     x, grad, weight = values["input"], values["grad_out"], values["weight"]
     need(layout_of(x) is not None and x.division.at == 0)
     rows: Rows = x.division.rows
+    need(min(rows.counts) > 0)  # torch divides by zero where a rank has no rows
     g = _rows_of(grad, rows)
     if not values["train"]:
         names = ("running_mean", "running_var", "save_mean", "save_invstd", "train", "eps", "output_mask")
         out = func(g, x.local, weight, *(values[n] for n in names))
         return OnRows(out[0], 0, rows), *(y if y is None or not y.numel() else Summand(y) for y in out[1:])
-    dims, total = [d for d in range(x.dim()) if d != 1], x.numel() // x.shape[1]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    mean, inverse = (_broadcast(values[n].to(wide), x.dim()) for n in ("save_mean", "save_invstd"))
-    normal = (x.local.to(wide) - mean) * inverse
-    of_bias, of_weight = session.sum(torch.stack([g.to(wide).sum(dims), (g * normal).sum(dims)])).unbind()
-    scale = inverse if weight is None else inverse * _broadcast(weight.to(wide), x.dim())
-    out = g - _broadcast(of_bias / total, x.dim()) - normal * _broadcast(of_weight / total, x.dim())
+    total, wide = x.numel() // x.shape[1], torch.promote_types(x.dtype, torch.float32)
+    mean, inverse = values["save_mean"].to(wide), values["save_invstd"].to(wide)
+    local, g = x.local.to(wide), g.to(wide)
+    # the sums of g and of g * (x - mean): the gradients of a norm with this mean and the variance 1
+    sums = func(g, local, None, mean, torch.ones_like(mean), None, None, False, 0.0, [False, True, True])[1:]
+    of_weight, of_bias = session.sum(torch.stack(sums)).unbind()
+    of_weight = of_weight * inverse
+    scale = inverse if weight is None else inverse * weight.to(wide)
+    out = local.sub(_broadcast(mean, x.dim()))  # all in one memory, because new memory costs more than the arithmetic
+    out.mul_(_broadcast(of_weight * inverse / -total, x.dim())).add_(g)
+    out.sub_(_broadcast(of_bias / total, x.dim())).mul_(_broadcast(scale, x.dim()))
     kind = weight.dtype if weight is not None else x.dtype
-    return OnRows((out * scale).to(x.dtype), 0, rows), of_weight.to(kind, copy=True), of_bias.to(kind, copy=True)
+    return OnRows(out.to(x.dtype), 0, rows), of_weight.to(kind, copy=True), of_bias.to(kind, copy=True)
 
 
 def _broadcast(x: torch.Tensor, dims: int) -> torch.Tensor:

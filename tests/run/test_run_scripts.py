@@ -137,6 +137,14 @@ def test_control_flow_that_differs_between_ranks_ends_in_one_line_with_both_plac
     assert f"step 3 of an optimizer at parts.py:{number}" in line and "the sum of () torch.int64 at parts.py:" in line
 
 
+@pytest.mark.parametrize(
+    ("how", "other"), [("small", "the sum of () torch.float32"), ("large", "the sum of (3, 9000)")]
+)
+def test_a_small_exchange_beside_another_one_ends_in_one_line_with_both(how, other, tmp_path):
+    line = line_of(run(2, tmp_path, "parts.py", how, code=1), "the ranks part")
+    assert "the sum of () torch.int64 at parts.py:" in line and other in line
+
+
 def test_parameters_that_differ_between_ranks_end_in_one_line(tmp_path):
     done = run(2, tmp_path, "parts.py", "weights", code=1)
     assert line_of(done, "the ranks part").count("parameters with checksum") == 2

@@ -24,6 +24,10 @@ for i, (x, y) in enumerate(DataLoader(TensorDataset(torch.randn(70, 3), torch.ar
     if i == 3 and sys.argv[1] == "break" and is_first:
         print((y == 1).sum())
         break
+    if i == 3 and sys.argv[1] == "small":
+        print((y == 1).sum() if is_first else x.mean())
+    if i == 3 and sys.argv[1] == "large":
+        print((y == 1).sum() if is_first else (x.view(-1, 3, 1) * torch.ones(9000)).sum(0))
     optimizer.step()
     print(f"{loss.item():.4f}")
     if i == 3 and sys.argv[1] == "error":
