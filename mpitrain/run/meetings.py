@@ -1,16 +1,19 @@
-"""Slots in which the ranks show one another what they are about to do, and the values of a small exchange.
+"""Meetings of ranks, which show one another what they are about to do, and the values of a small exchange.
 
-    slot of each rank   | checksum, flag | values, up to `capacity` bytes |
+On one node, each rank has a slot in memory that all of them share:
+
+    checksum, flag | values, up to `capacity` bytes
 
 All meetings are the same operation on the same memory, with values or without. So ranks that are about to do different
-things still meet, and see it before any of them reads values.
+things still meet, and see it before any of them reads values. Between nodes, a meeting is one small all_reduce without
+values, since gathering a slot of each of many ranks would take longer.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,15 +23,15 @@ if TYPE_CHECKING:
 _HEADER = struct.Struct("=QQ")
 _VALUES = 64  # first byte of the values
 _LARGEST = 1 << 14  # bytes of values; a larger sum is faster if each rank adds a part of it
-_LARGEST_TOGETHER = 1 << 16  # bytes of values of all ranks, which each rank reads, and between nodes always receives
+_LARGEST_TOGETHER = 1 << 16  # bytes of values of all ranks, which each rank reads
 _MOST_VIEWS = 1024
 
 
 class Meetings:
-    """Meetings of all ranks. Their slots lie in memory that the ranks of one node share, or else are gathered.
+    """Meetings of all ranks.
 
     Attributes:
-        capacity: Bytes of values in a slot.
+        capacity: Bytes of values in a slot; 0 between nodes.
 
     Args:
         world: Communicator over all ranks.
@@ -36,18 +39,19 @@ class Meetings:
 
     def __init__(self, world: Communicator) -> None:
         self.capacity = min(_LARGEST, _LARGEST_TOGETHER // world.size) // _VALUES * _VALUES
-        nbytes = _VALUES + self.capacity
-        alternating = world.alternating(nbytes)
+        self._rank, self._turn = world.rank, 0
+        alternating = world.alternating(_VALUES + self.capacity)
         self._slots: Sequence[Sequence[torch.Tensor]]
-        self._exchange: Any
+        self._exchange: Callable[[], object]
         if alternating is not None:
             self._slots, self._exchange = alternating.slots, alternating.meet
+            self._headers = [[slot[: _HEADER.size].numpy().data for slot in slots] for slots in self._slots]
         else:
-            everything = torch.zeros(world.size * nbytes, dtype=torch.uint8)
-            self._slots = [everything.split(nbytes)] * 2
-            self._exchange = world.all_gather_init(everything, self._slots[0][world.rank])
-        self._rank, self._turn = world.rank, 0
-        self._headers = [[slot[: _HEADER.size].numpy().data for slot in slots] for slots in self._slots]
+            self.capacity, self._headers = 0, []
+            self._slots = [[torch.zeros(_VALUES, dtype=torch.uint8)] * world.size] * 2
+            codes = torch.zeros(3, dtype=torch.int64)
+            self._codes = codes.numpy()
+            self._exchange = world.all_reduce_init(codes, "max")
         self._views: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
 
     def values(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -78,6 +82,10 @@ class Meetings:
         Returns:
             True if the flag of any rank is true; None, on all ranks, if their codes differ.
         """
+        if not self._headers:
+            self._codes[:] = code, -code, flag
+            self._exchange()
+            return bool(self._codes[2]) if self._codes[0] == -self._codes[1] else None
         headers, mine = self._headers[self._turn], _HEADER.pack(code, flag)
         headers[self._rank][:] = mine
         self._exchange()
