@@ -7,7 +7,7 @@ how fast a script is, and never what it computes.
 
 | file | subject |
 |---|---|
-| `session.py`, `meetings.py` | the meetings of the ranks: what each is about to do is compared, then sums and rows are exchanged |
+| `session.py`, `meetings.py` | meetings of the ranks, which compare what they are about to do, sum and exchange rows |
 | `layouts.py`, `rules.py`, `specials.py` | which rows a rank has, and how an operation works on them |
 | `tensors.py` | the tensors, and the dispatch of operations |
 | `batches.py`, `workers.py` | batches of DataLoaders, and batches that a script cuts itself |
