@@ -204,7 +204,7 @@ def test_a_script_that_spawns_its_ranks_gets_those_of_mpirun(tmp_path):
     ("words", "reason"),
     [
         (["--resume", "--check", "2", str(SCRIPTS / "vae.py")], "goes without --resume"),
-        (["--parallel.zero=2", "vae.py"], "gradients and parameters stay whole"),
+        (["--parallel.zero=4", "vae.py"], "invalid choice: 4"),
         (["--train.precision", "fp16", "vae.py"], "invalid choice: 'fp16'"),
         (["absent.py"], "there is no script absent.py"),
         (["--as", "pbs", "vae.py"], "invalid choice"),
