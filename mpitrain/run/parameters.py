@@ -32,7 +32,7 @@ class Content:
         self.tensor: torch.Tensor | None = None
 
     def read(self) -> torch.Tensor:
-        """Return the content: on its owner itself, elsewhere a copy, to which it is useless to write. Collective."""
+        """Return the content: on its owner itself, elsewhere a copy, in which writes are lost. Collective."""
         session, layout, whole = self._session, self.layout, self.tensor
         session.meet(f"a parameter of {tuple(layout.shape)} from rank {self.owner}")
         if whole is None:
@@ -70,10 +70,6 @@ class ShardedParameter(WholeTensor):
         )
         self.session, self.content, self.views = session, content, views
         return self
-
-    @property
-    def local(self) -> torch.Tensor:  # type: ignore[override]
-        return self.whole()
 
     def whole(self) -> torch.Tensor:
         """Return the parameter, or the view of it, to be read only. Collective."""

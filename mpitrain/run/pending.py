@@ -8,13 +8,14 @@ Where the ranks have spare cores, each bucket of summands is sent in the backgro
 first reads a sum waits for it. A summand that changes after it was sent, because another backward adds to the same
 gradient, is sent again. From then on, such a bucket waits for its reader.
 
-Where gradients are sharded, a sum goes to the rank that owns the parameter alone. It is still a sum of
-summands, as before: all of it on its owner, and zeros without memory elsewhere. Whoever reads it gets it from there.
+Where gradients are sharded, a sum goes only to the rank that owns the parameter. It is still pending: its summand on
+the owner is the whole sum, and elsewhere zeros without memory. Whoever reads it gets it from the owner.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -185,12 +186,15 @@ class PendingSums:
     def _reduce_homes(self, cells: list[Cell]) -> list[Cell]:
         """Sum the summands of cells that have a home there, one bucket after another; return the others."""
         buckets: dict[torch.dtype, list[tuple[Cell, int]]] = {}
+        nbytes = Counter[torch.dtype]()
         for cell in cells:
-            if cell.home is not None and cell.local.dtype.itemsize >= 4:
-                bucket = buckets.setdefault(cell.local.dtype, [])
-                bucket.append((cell, cell.home))
-                if sum(each.local.nbytes for each, _ in bucket) >= BUCKET:
-                    self._reduce(buckets.pop(cell.local.dtype))
+            dtype = cell.local.dtype
+            if cell.home is not None and dtype.itemsize >= 4:
+                buckets.setdefault(dtype, []).append((cell, cell.home))
+                nbytes[dtype] += cell.local.nbytes
+                if nbytes[dtype] >= BUCKET:
+                    self._reduce(buckets.pop(dtype))
+                    nbytes[dtype] = 0
         for bucket in buckets.values():
             self._reduce(bucket)
         return [cell for cell in cells if cell.owner is None]

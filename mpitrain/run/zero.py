@@ -20,6 +20,7 @@ Where somebody reads all states, as `state_dict` and a checkpoint do, the ranks 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -151,12 +152,14 @@ class ShardedStates:
             p.grad = gradient
         self._gradients = []
         buckets: dict[torch.dtype, list[torch.Tensor]] = {}
+        nbytes = Counter[torch.dtype]()
         for p in _parameters(optimizer):
             if p.grad is not None and type(p) is not ShardedParameter:
-                bucket = buckets.setdefault(p.dtype, [])
-                bucket.append(p)
-                if sum(each.nbytes for each in bucket) >= _EXCHANGE:
+                buckets.setdefault(p.dtype, []).append(p)
+                nbytes[p.dtype] += p.nbytes
+                if nbytes[p.dtype] >= _EXCHANGE:
                     self._exchange(buckets.pop(p.dtype))
+                    nbytes[p.dtype] = 0
         for bucket in buckets.values():
             self._exchange(bucket)
 
