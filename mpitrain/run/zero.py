@@ -11,7 +11,7 @@ With `--parallel.zero 2`, the gradient of a parameter is summed on its owner alo
 backward has them, and the rest when the script first reads one.
 
 With `--parallel.zero 3`, the owner of a parameter alone has its content between uses, from the moment that an optimizer
-gets it. Parameters of less than 4,096 elements stay whole, and so do those to which somebody has weak references, such
+gets it. Parameters of fewer than 4,096 elements stay whole, and so do those to which somebody has weak references, such
 as recurrent layers.
 
 Where somebody reads all states, as `state_dict` and a checkpoint do, the ranks exchange them and drop them afterwards.
