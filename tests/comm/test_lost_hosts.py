@@ -13,7 +13,7 @@ from support import ROOT
 from support import launcher as start
 from warm import job
 
-from mpitrain.comm.job import launcher
+from mpitrain.comm.job import arrival, launcher
 from mpitrain.comm.job.connections import Connections
 
 
@@ -105,6 +105,15 @@ def test_mpirun_is_ended_only_after_all_ranks(monkeypatch):
     rank.wait()
     launcher.end_soon(mpirun.pid, unless=[rank.pid])
     assert mpirun.wait(10) == -15
+
+
+def test_the_process_that_ends_mpirun_is_not_taken_for_a_rank(monkeypatch):
+    with subprocess.Popen(["sleep", "60"]) as mpirun:
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+        launcher.end_soon(mpirun.pid)  # in a few seconds
+        ranks = arrival.neighbours(os.getpid())
+        mpirun.kill()
+    assert ranks == []
 
 
 def test_notices_silent_hosts_reads_the_settings_of_mpirun():

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from mpitrain.early import RANK_NAMES
 from mpitrain.errors import InputError, printable
 from mpitrain.storage import proc
 from mpitrain.storage.proc import command_of, state_and_parent_of
@@ -90,10 +91,12 @@ def end_soon(process: int, unless: Sequence[int] = ()) -> None:
 def _start_detached(command: Sequence[str], stderr: int = subprocess.DEVNULL) -> None:
     """Start a process that outlives this one.
 
-    It inherits none of mpirun's pipes, because mpirun waits until all of them are closed.
+    It inherits none of mpirun's pipes, because mpirun waits until all of them are closed, and no rank, because it would
+    be taken for a process of that rank when this one has ended.
     """
     nowhere = subprocess.DEVNULL
-    subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=stderr, start_new_session=True)
+    environment = {name: value for name, value in os.environ.items() if name not in RANK_NAMES}
+    subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=stderr, env=environment, start_new_session=True)
 
 
 def repeat_last(text: str) -> None:
