@@ -188,10 +188,14 @@ def _divide(session: ScriptRun, options: argparse.Namespace, follower: Resume | 
     """Divide batches, and states of optimizers where options say so, over the ranks from now on."""
     import torch
 
+    from mpitrain.comm.memory.device import show_one
     from mpitrain.run.batches import Batches
     from mpitrain.run.gradients import install as install_gradients
     from mpitrain.run.zero import ShardedStates
 
+    if torch.accelerator.current_accelerator() is not None:
+        show_one(session.world.local_rank)
+        torch.autograd.set_multithreading_enabled(False)  # ranks meet in backward, in one thread and in one order
     batches = Batches(session)
     batches.install()
     install_gradients(torch.Tensor)

@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import Dataset, _utils, dataloader
 
+from mpitrain.run.checks import sum_of_bits
 from mpitrain.run.layouts import Rows
 from mpitrain.run.regions import Regions
 from mpitrain.run.session import ScriptRun
@@ -33,6 +34,10 @@ class _OwnRows:
 
     content: Any
     total: int
+
+    def pin_memory(self) -> _OwnRows:
+        """Return the rows in pinned memory, for a DataLoader that pins its batches."""
+        return _OwnRows(_utils.pin_memory.pin_memory(self.content), self.total)
 
 
 class Batches:
@@ -90,13 +95,13 @@ class Batches:
         if not getattr(fetcher, "reads_own_rows", False) or len(index) < session.size:
             out = fetch(fetcher, index)
             unchanged = _same(before, _random_states()) and attributes == _attributes(fetcher.dataset)
-            fetcher.reads_own_rows = unchanged and all(_has_rows(x, len(index)) for x in tree_flatten(out)[0])
+            fetcher.reads_own_rows = unchanged and all(_is_read(x, len(index)) for x in tree_flatten(out)[0])
             return out
         rows = session.layouts.share(len(index))
         try:
             with session.without_meetings():
                 out = fetch(fetcher, index[rows.start : rows.start + rows.length])
-            failed = not all(_has_rows(x, rows.length) for x in tree_flatten(out)[0])
+            failed = not all(_is_read(x, rows.length) for x in tree_flatten(out)[0])
         except Exception:  # every rank reads all again, and then all get the error that one process gets
             failed = True
         changed = not _same(before, _random_states()) or attributes != _attributes(fetcher.dataset)
@@ -130,7 +135,9 @@ class Batches:
         if self._number % CHECK_EVERY == 0:
             code = 0
             for x in tree_flatten(content)[0]:
-                if _is_dense(x) and x.device.type == "cpu" and x.numel():
+                if _is_dense(x) and not x.is_cpu and x.numel():
+                    code = zlib.crc32(str(sum_of_bits(x)).encode(), code)
+                elif _is_dense(x) and x.numel():
                     code = zlib.crc32(x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), code)
             self._session.meet(f"a batch with checksum {code:08x}")
         self._number += 1
@@ -166,8 +173,6 @@ class Batches:
             rows = self._session.layouts.share(first.shape[dim])
             if rows.total < self._session.size:
                 return args, kwargs
-            if first.device.type != "cpu":
-                raise RuntimeError(f"mpitrain.run trains on the CPU; the script has a batch on {first.device}")
             self._compare((args, kwargs))
         else:
             return args, kwargs
@@ -197,7 +202,12 @@ class _CutRows(torch.autograd.Function):
 
 
 def _has_rows(x: Any, n: int) -> bool:
-    return _is_dense(x) and x.dim() > 0 and x.shape[0] == n and x.device.type == "cpu"
+    return _is_dense(x) and x.dim() > 0 and x.shape[0] == n
+
+
+def _is_read(x: Any, n: int) -> bool:
+    """Return True for rows of samples on the host; on a device, samples might draw random numbers unnoticed."""
+    return _has_rows(x, n) and x.is_cpu
 
 
 def _random_states() -> tuple[torch.Tensor, Any, Any]:

@@ -53,8 +53,16 @@ def checksum(optimizers: list[Any]) -> int:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if type(p) in (torch.Tensor, torch.nn.Parameter) and p.numel():
-                    data = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
-                    bits = data.contiguous().view(_INTEGERS[data.element_size()])
-                    total += number * int(bits.sum(dtype=torch.int64))
+                    total += number * sum_of_bits(p)
                     number += 2
     return total % (1 << 64)
+
+
+def sum_of_bits(x: torch.Tensor) -> int:
+    """Return the sum of the elements of a tensor, read as integers; the host waits for it.
+
+    Args:
+        x: Dense tensor with at least one element.
+    """
+    data = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+    return int(data.contiguous().view(_INTEGERS[data.element_size()]).sum(dtype=torch.int64))

@@ -18,6 +18,7 @@ class Content:
     Attributes:
         owner: Rank that has it.
         layout: Tensor without memory that has the shape, the strides and the dtype of the parameter.
+        device: Device of the parameter.
         tensor: The content, on its owner; None elsewhere.
 
     Args:
@@ -29,6 +30,7 @@ class Content:
     def __init__(self, session: ScriptRun, owner: int, p: torch.Tensor) -> None:
         self._session, self.owner = session, owner
         self.layout = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+        self.device = p.device
         self.tensor: torch.Tensor | None = None
 
     def read(self) -> torch.Tensor:
@@ -36,7 +38,7 @@ class Content:
         session, layout, whole = self._session, self.layout, self.tensor
         session.meet(f"a parameter of {tuple(layout.shape)} from rank {self.owner}")
         if whole is None:
-            whole = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype)
+            whole = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device=self.device)
         session.world.broadcast(whole.as_strided((whole.numel(),), (1,)), self.owner)
         return whole
 
@@ -66,7 +68,7 @@ class ShardedParameter(WholeTensor):
     ) -> ShardedParameter:
         like = _view(content.layout, views)
         self = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, requires_grad=requires_grad
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=content.device, requires_grad=requires_grad
         )
         self.session, self.content, self.views = session, content, views
         return self
@@ -118,7 +120,7 @@ def shard(session: ScriptRun, p: torch.Tensor, owner: int) -> bool:
     """
     is_dense = p.is_contiguous() or p.is_contiguous(memory_format=torch.channels_last)
     is_used = p._use_count() > 1  # type: ignore[attr-defined]  # by a graph
-    if type(p) is not nn.Parameter or not is_dense or is_used or p.grad is not None or p.device.type != "cpu":
+    if type(p) is not nn.Parameter or not is_dense or is_used or p.grad is not None:
         return False
     content = Content(session, owner, p)
     other = ShardedParameter(session, content, requires_grad=p.requires_grad)

@@ -83,6 +83,7 @@ class Cell:
         session.sums.add(self)
 
 
+Kind = tuple[torch.dtype, torch.device]  # of a summand
 Places = tuple[torch.Tensor, list[torch.Tensor]]  # memory to exchange, and the place of each cell in it
 
 
@@ -101,10 +102,11 @@ class _Memory:
     Args:
         world: Communicator over all ranks.
         nbytes: Least number of bytes.
+        device: Device of the memory.
     """
 
-    def __init__(self, world: Communicator, nbytes: int) -> None:
-        self._arena = world.arena(1 << (max(nbytes, _FIRST_CAPACITY) - 1).bit_length(), torch.uint8)
+    def __init__(self, world: Communicator, nbytes: int, device: torch.device) -> None:
+        self._arena = world.arena(1 << (max(nbytes, _FIRST_CAPACITY) - 1).bit_length(), torch.uint8, device)
         self._storage = self._arena.tensor.untyped_storage()
         self._places: dict[Any, Places] = {}
         self._users = torch._C._storage_Use_Count(self._storage._cdata)  # if the script has none of it
@@ -123,7 +125,7 @@ class _Memory:
         """Return the memory to exchange, and the place of each cell in it; None if there is no room.
 
         Args:
-            cells: Cells of one dtype.
+            cells: Cells of one dtype and device.
             start: Offset in bytes.
         """
         key, dtype = (start, _key(cells)), cells[0].local.dtype
@@ -131,7 +133,8 @@ class _Memory:
             return self._places[key]
         offsets = [0, *accumulate(map(_room_of, cells))]
         stop = start + offsets[-1] * dtype.itemsize
-        if stop > self._arena.tensor.numel() or len(self._places) >= _MOST_PLACES:
+        is_elsewhere = self._arena.tensor.device != cells[0].local.device
+        if is_elsewhere or stop > self._arena.tensor.numel() or len(self._places) >= _MOST_PLACES:
             return None
         flat = self._arena.tensor[start:stop].view(dtype)
         places = [
@@ -185,25 +188,25 @@ class PendingSums:
 
     def _reduce_homes(self, cells: list[Cell]) -> list[Cell]:
         """Sum the summands of cells that have a home there, one bucket after another; return the others."""
-        buckets: dict[torch.dtype, list[tuple[Cell, int]]] = {}
-        nbytes = Counter[torch.dtype]()
+        buckets: dict[Kind, list[tuple[Cell, int]]] = {}
+        nbytes = Counter[Kind]()
         for cell in cells:
-            dtype = cell.local.dtype
-            if cell.home is not None and dtype.itemsize >= 4:
-                buckets.setdefault(dtype, []).append((cell, cell.home))
-                nbytes[dtype] += cell.local.nbytes
-                if nbytes[dtype] >= BUCKET:
-                    self._reduce(buckets.pop(dtype))
-                    nbytes[dtype] = 0
+            kind = _kind(cell)
+            if cell.home is not None and kind[0].itemsize >= 4:
+                buckets.setdefault(kind, []).append((cell, cell.home))
+                nbytes[kind] += cell.local.nbytes
+                if nbytes[kind] >= BUCKET:
+                    self._reduce(buckets.pop(kind))
+                    nbytes[kind] = 0
         for bucket in buckets.values():
             self._reduce(bucket)
         return [cell for cell in cells if cell.owner is None]
 
     def _reduce(self, bucket: list[tuple[Cell, int]]) -> None:
-        """Sum the summands of cells of one dtype on their owners. Collective."""
+        """Sum the summands of cells of one dtype and device on their owners. Collective."""
         bucket.sort(key=lambda x: x[1])
         cells, owners = zip(*bucket, strict=True)
-        session, counts, dtype = self._session, [0] * self._session.size, cells[0].local.dtype
+        session, counts, (dtype, device) = self._session, [0] * self._session.size, _kind(cells[0])
         for cell, owner in zip(cells, owners, strict=True):
             counts[owner] += _room_of(cell)
         session.crossings += 1
@@ -212,12 +215,12 @@ class PendingSums:
         if room is None:
             if self._stage is not None:
                 self._stage.free()
-            self._stage = _Memory(session.world, sum(counts) * dtype.itemsize)
+            self._stage = _Memory(session.world, sum(counts) * dtype.itemsize, device)
             room = self._stage.place(cells, 0)
         assert room is not None
         flat, places = room
         torch._foreach_copy_(places, [cell.local for cell in cells])
-        total, start = torch.empty(counts[session.rank], dtype=dtype), 0
+        total, start = torch.empty(counts[session.rank], dtype=dtype, device=device), 0
         session.world.reduce_scatter(total, flat, counts=counts, reproducible=True)
         for cell, owner in zip(cells, owners, strict=True):
             shape, strides = cell.local.shape, cell.local.stride()
@@ -236,19 +239,19 @@ class PendingSums:
         session.crossings += 1
         session.meet(f"a gradient of {tuple(cell.local.shape)} from rank {owner}")
         n = cell.local.numel()
-        flat = cell.local.reshape(-1) if owner == session.rank else torch.empty(n, dtype=cell.local.dtype)
+        flat = cell.local.reshape(-1) if owner == session.rank else cell.local.new_empty(n)
         session.world.broadcast(flat, owner)
         total = cell.local if owner == session.rank else _laid_out(flat, cell.layout)
         _store([(cell, total)])
 
     def settle(self) -> None:
-        """Exchange all pending sums, in one message for each dtype. Collective."""
+        """Exchange all pending sums, in one message for each dtype and device. Collective."""
         self.before()
-        by_dtype: dict[torch.dtype, list[Cell]] = {}
+        by_kind: dict[Kind, list[Cell]] = {}
         for cell in self._reduce_homes(self._take()):
-            by_dtype.setdefault(cell.local.dtype, []).append(cell)
-        for dtype, cells in by_dtype.items():
-            is_alone = len(by_dtype) == 1 and dtype.itemsize >= 4
+            by_kind.setdefault(_kind(cell), []).append(cell)
+        for (dtype, _), cells in by_kind.items():
+            is_alone = len(by_kind) == 1 and dtype.itemsize >= 4
             room = self._room("the sum of", cells) if is_alone else None
             if room is None:
                 self._exchange_copies(cells)
@@ -270,8 +273,8 @@ class PendingSums:
     def _send(self) -> None:
         """Send the bucket of all cells that wait. Collective."""
         cells = self._take()
-        dtypes, key = {cell.local.dtype for cell in cells}, _key(cells)
-        if len(dtypes) == 1 and dtypes.pop().itemsize >= 4 and key not in self._waiting:
+        kinds, key = {_kind(cell) for cell in cells}, _key(cells)
+        if len(kinds) == 1 and kinds.pop()[0].itemsize >= 4 and key not in self._waiting:
             is_changing = self._session.meet(f"a bucket of {len(cells)} gradients", key in self._changing)
             room = None if is_changing else self._room("sending", cells)
             if room is not None:
@@ -312,16 +315,17 @@ class PendingSums:
 
         Args:
             what: Operation, for messages.
-            cells: Cells of one dtype.
+            cells: Cells of one dtype and device.
         """
+        device = cells[0].local.device
         nbytes = sum(cell.local.nbytes + _MULTIPLE * cell.local.itemsize for cell in cells)
         for _ in range(2):
             if not self._memories:
-                self._memories.append(_Memory(self._session.world, nbytes))
+                self._memories.append(_Memory(self._session.world, nbytes, device))
             room = self._memories[-1].place(cells, self._end)
             if room is None:
                 self._small.append(self._memories.pop())
-                self._memories.append(_Memory(self._session.world, self._end + nbytes))
+                self._memories.append(_Memory(self._session.world, self._end + nbytes, device))
                 self._end = 0  # buckets that are on their way are in the small one
                 room = self._memories[-1].place(cells, 0)
             assert room is not None
@@ -330,7 +334,7 @@ class PendingSums:
             if not self._session.meet(text, is_read):
                 return room
             if len(self._memories) == 1:
-                self._memories.append(_Memory(self._session.world, nbytes))
+                self._memories.append(_Memory(self._session.world, nbytes, device))
             else:
                 self._memories.reverse()
         return None
@@ -342,12 +346,16 @@ def _laid_out(part: torch.Tensor, like: Any) -> torch.Tensor:
     return (
         total
         if like.is_contiguous()
-        else torch.empty_strided(total.shape, like.stride(), dtype=total.dtype).copy_(total)
+        else torch.empty_strided(total.shape, like.stride(), dtype=total.dtype, device=total.device).copy_(total)
     )
 
 
 def _room_of(cell: Cell) -> int:
     return -(-cell.local.numel() // _MULTIPLE) * _MULTIPLE  # elements
+
+
+def _kind(cell: Cell) -> Kind:
+    return cell.local.dtype, cell.local.device
 
 
 def _key(cells: Sequence[Cell]) -> Any:

@@ -25,6 +25,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from mpitrain.comm.memory.device import CPU, generator_state, set_generator_state
 from mpitrain.errors import InputError
 from mpitrain.run.boundaries import BOUNDARIES, Place, Replicate, SharedUse, enter, leave
 from mpitrain.run.observing import Observation, Witness
@@ -147,6 +148,8 @@ class Regions:
     def __init__(self, session: ScriptRun) -> None:
         self.session = session
         self.region: Region | None = None  # in which the script is
+        device = torch.accelerator.current_accelerator()
+        self._kinds = ["cpu", *([] if device is None else [device.type])]  # of devices, for autocast
         self._is_paused = self._is_stepping = False
         self._trace: list[Any] | None = None  # steps out of the module that is observed
         self._known: weakref.WeakKeyDictionary[nn.Module, dict[Any, Region | None]] = weakref.WeakKeyDictionary()
@@ -234,22 +237,24 @@ class Regions:
         return self._run_first(region, call, module, args, kwargs, leaves, spec, known, key)
 
     def _modes(self, module: nn.Module) -> Any:
-        autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
-        return module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+        autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in self._kinds]
+        return module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
     def _run_first(
         self, region: Region, call: Any, module: nn.Module, args: Any, kwargs: Any, leaves: Any, spec: Any, known: Any,
         key: Any,
     ) -> Any:  # fmt: skip
         """Run a region for the first time, or on batches if a tensor that requires grad did not enter as it should."""
-        generator = torch.get_rng_state()
+        devices = {CPU, *(x.device for x in leaves if isinstance(x, torch.Tensor))}
+        generators = [(device, generator_state(device)) for device in devices]
         buffers = [(b, b.clone()) for b in module.buffers()]
         try:
             return region.run(self, call, module, leaves, spec)
         except _EscapeError:
             known[key] = None
             self._refused.setdefault(module, set()).add(self._modes(module))
-        torch.set_rng_state(generator)
+        for device, state in generators:
+            set_generator_state(device, state)
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)

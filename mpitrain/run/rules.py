@@ -258,7 +258,8 @@ def _outcome(whole: Any, local: Any, rows: Rows) -> RowsOutcome | str | None:
 
 @rule(
     "copy_ fill_ zero_ _to_copy masked_fill_ softplus softplus_backward leaky_relu_ leaky_relu_backward alias detach "
-    "detach_ clone zeros_like ones_like empty_like full_like hardtanh_backward elu_backward lift_fresh relu_ gelu_"
+    "detach_ clone zeros_like ones_like empty_like full_like hardtanh_backward elu_backward lift_fresh relu_ gelu_ "
+    "native_dropout_backward _pin_memory"
 )
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationPlan:
     """Plan an operation on single elements, with broadcasting."""

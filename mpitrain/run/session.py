@@ -165,9 +165,10 @@ class ScriptRun:
             wide = torch.promote_types(x.dtype, torch.float32)
         if x.numel() * wide.itemsize <= self._meetings.capacity:
             parts = self._show(what, x, wide, x.numel())
-            return tree_order(parts, torch.add).view(x.shape).to(x.dtype)  # the bits of a reproducible all_reduce
+            total = tree_order(parts, torch.add)  # the bits of a reproducible all_reduce
+            return total.view(x.shape).to(x.device, x.dtype)
         self.meet(what)
-        slot = self._slot(0, x.numel(), wide)
+        slot = self._slot(0, x.numel(), wide) if x.is_cpu else x.new_empty(x.numel(), dtype=wide)
         slot.view(x.shape).copy_(x)
         self.world.all_reduce(slot, reproducible=True)
         return slot.view(x.shape).to(x.dtype, copy=True)
@@ -191,8 +192,12 @@ class ScriptRun:
         if most * each <= self._meetings.capacity:
             parts = self._show(what, first, local.dtype, most * of_row)
             pieces = [x[: n * of_row].view(n, *shape[1:]) for x, n in zip(parts, rows.counts, strict=True)]
-            return torch.cat(pieces).movedim(0, at).contiguous()
+            return torch.cat(pieces).to(local.device).movedim(0, at).contiguous()
         self.meet(what)
+        if not local.is_cpu:
+            whole = local.new_empty(shape)
+            self.world.all_gather(_bytes(whole), _bytes(first.contiguous()), counts=[n * each for n in rows.counts])
+            return whole.movedim(0, at).contiguous()
         nbytes = rows.total * each
         start = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         self._reserve(2 * start)
@@ -236,3 +241,7 @@ class ScriptRun:
             self._slots.clear()
             self._memory.free()
             self._memory = self.world.arena(1 << (nbytes - 1).bit_length(), torch.uint8)
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1).view(torch.uint8)

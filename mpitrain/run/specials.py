@@ -82,6 +82,16 @@ def _draw_like(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs: dic
     return OnRows(layout.rows.cut(whole, layout.at).clone(), layout.at, layout.rows)
 
 
+@_special("native_dropout.default")
+def _dropout(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw the mask for the whole batch, as one process does, and apply this rank's rows of it."""
+    x, *options = args
+    layout: RowLayout = x.division
+    session.crossings += 1
+    scaled, mask = (layout.rows.cut(y, layout.at) for y in func(_whole_like(x).fill_(1), *options, **kwargs))
+    return OnRows(x.local * scaled, layout.at, layout.rows), OnRows(mask.clone(), layout.at, layout.rows)
+
+
 @_special("nll_loss_forward.default nll_loss2d_forward.default")
 def _nll_loss(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the loss and the total weight of the whole batch, in one message."""
@@ -119,7 +129,7 @@ def _batch_norm(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs: di
     mean = local.mean(dims)
     spread = local.sub(_broadcast(mean, x.dim())).square_().sum(dims)
     parts = session.gather(torch.stack([mean, spread]).unsqueeze(0), 0, session.layouts.rows((1,) * session.size))
-    numbers = torch.tensor(rows.counts, dtype=wide).unsqueeze(1) * (total // rows.total)
+    numbers = torch.tensor(rows.counts, dtype=wide, device=x.device).unsqueeze(1) * (total // rows.total)
     mean = (parts[:, 0] * numbers).sum(0) / total
     spread = (parts[:, 1] + numbers * (parts[:, 0] - mean).square()).sum(0)
     variance = spread / total

@@ -229,15 +229,19 @@ class ShardedStates:
             if kind == "value":
                 out[name] = value
                 continue
-            x = state[name] if is_owner and state is not None else torch.empty(value, dtype=getattr(torch, kind))
+            shape, device = value
+            x = state[name] if is_owner and state is not None else None
+            x = torch.empty(shape, dtype=getattr(torch, kind), device=device) if x is None else x
             flat = x.detach().contiguous().reshape(-1)
             world.broadcast(flat, owner)
-            out[name] = x if is_owner else flat.view(value)
+            out[name] = x if is_owner else flat.view(shape)
         return out
 
 
 def _describe(x: Any) -> list[Any]:
-    return [str(x.dtype).removeprefix("torch."), list(x.shape)] if isinstance(x, torch.Tensor) else ["value", x]
+    if isinstance(x, torch.Tensor):
+        return [str(x.dtype).removeprefix("torch."), [list(x.shape), x.device.type]]
+    return ["value", x]
 
 
 def _can_shard(optimizer: Any) -> bool:

@@ -16,6 +16,7 @@ other:
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -71,6 +72,27 @@ def of_rank(kind: str, local_rank: int) -> torch.device:
         has = f"has {available} devices" if available else "has no accelerator"
         raise InputError(f"there is no device of kind {kind!r}: this process {has} (PyTorch {torch.__version__})")
     return torch.device(kind, local_rank % count(kind))
+
+
+def show_one(local_rank: int) -> None:
+    """Let this process see only one of several accelerators, which is number 0 then.
+
+    This must be called before anything uses them, because drivers read their variable once.
+
+    Args:
+        local_rank: Index of the rank on its node. Devices are assigned by it, modulo their number.
+    """
+    device = torch.accelerator.current_accelerator()  # without asking the driver
+    if device is None:
+        return
+    variable = _VISIBLE.get(device.type, f"{device.type.upper()}_VISIBLE_DEVICES")
+    shown = [each for each in os.environ.get(variable, "").split(",") if each]
+    shown = shown or [str(number) for number in range(_module(device).device_count())]
+    if len(shown) > 1:
+        os.environ[variable] = shown[local_rank % len(shown)]
+
+
+_VISIBLE = {"xpu": "ZE_AFFINITY_MASK"}  # variables that name the visible devices, where they follow no pattern
 
 
 def use(device: torch.device) -> None:
