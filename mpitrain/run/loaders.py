@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import dataloader
 
+from mpitrain.comm.memory import device as devices
 from mpitrain.errors import InputError
 from mpitrain.run.session import ScriptRun
 from mpitrain.run.variables import VariableDecoder, VariableEncoder, generator_state, set_generator_state
@@ -208,8 +209,10 @@ def _numbers(loader: Any) -> list[tuple[str, Any]]:
 
 
 def random_states() -> list[Any]:
-    """Return the states of the generators of torch, NumPy and Python that have no name."""
-    return [torch.get_rng_state(), list(np.random.get_state()), random.getstate()]
+    """Return the states of the generators of torch, NumPy, Python and the device that have no name."""
+    device = devices.used_accelerator()
+    of_device = None if device is None else devices.generator_state(device)
+    return [torch.get_rng_state(), list(np.random.get_state()), random.getstate(), of_device]
 
 
 def set_random_states(states: list[Any]) -> None:
@@ -217,3 +220,5 @@ def set_random_states(states: list[Any]) -> None:
     torch.set_rng_state(states[0])
     np.random.set_state(tuple(states[1]))
     random.setstate(states[2])
+    if states[3] is not None and (device := torch.accelerator.current_accelerator()) is not None:
+        devices.set_generator_state(device, states[3])

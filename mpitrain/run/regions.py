@@ -292,9 +292,11 @@ class Regions:
         """Return a function that leaves the region, computes on batches and enters the region again where needed."""
 
         def function(*args: Any, **kwargs: Any) -> Any:
+            if self._is_stepping:  # torch calls `original` by this name again in a mode
+                return original(*args, **kwargs)
             if self.region is not None:
                 return self._step_out(self.region, name, original, args, kwargs)
-            if self._trace is None or self._is_stepping:  # torch calls `original` by this name again in a mode
+            if self._trace is None:
                 return original(*args, **kwargs)
             session = self.session
             before, self._is_stepping = session.crossings, True
@@ -318,8 +320,14 @@ class Regions:
         if number >= len(region.steps) or region.steps[number][0] != name:
             raise InputError("mpitrain.run: a module took another path than when it was observed", agreed=True)
         step = region.steps[number][1]
-        if step is None:
-            return original(*args, **kwargs)
+        self._is_stepping = True
+        try:
+            return original(*args, **kwargs) if step is None else self._on_batches(region, step, original, args, kwargs)
+        finally:
+            self._is_stepping = False
+
+    def _on_batches(self, region: Region, step: Any, original: Any, args: Any, kwargs: Any) -> Any:
+        """Return this rank's rows of what a function returns for the batches of which it got rows."""
         session, (inputs, output) = self.session, step
         leaves, spec = tree_flatten((args, kwargs))
         batches = leave(session, list(inputs.values()), [leaves[i] for i in inputs])

@@ -295,7 +295,7 @@ class Resume:
         session.meet(f"a checkpoint after step {self.step} with {len(encoder.tensors)} tensors, checksum {shapes:08x}")
         values |= self._identity() | {"table": encoder.table, "seed": self.seed, "steps": self.steps}
         parts = shared_parts(encoder.tensors, session.rank, session.size)
-        with session.without_meetings():
+        with session.without_meetings(), torch.device("cpu"):  # whatever the script's default device is
             values["files"] = session.world.on_root(self.outputs.describe)
             folder = self._store.save(self.step, parts, {_VALUES: values})
             self._record.event("save", self.step, folder=folder.name, seconds=time.perf_counter() - began)
@@ -560,7 +560,7 @@ def content_checksum(item: Any) -> int | None:
         if isinstance(x, WholeTensor):
             x = x.whole()
         if isinstance(x, (torch.Tensor, np.ndarray)):
-            if isinstance(x, torch.Tensor) and (x.layout != torch.strided or x.device.type != "cpu"):
+            if isinstance(x, torch.Tensor) and x.layout != torch.strided:
                 continue
             text = str(checksum(x)) if isinstance(x, torch.Tensor) or not x.dtype.hasobject else ""
         elif isinstance(x, (bool, int, float, str)):

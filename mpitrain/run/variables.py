@@ -165,11 +165,13 @@ class VariableEncoder:
         if x.is_leaf and x.grad is not None:
             facts["gradient"] = self.encode(x.grad, f"{where}.grad")
         data = (x.whole() if isinstance(x, WholeTensor) else x).detach()
-        if data.layout != torch.strided or data.device.type != "cpu" or data.is_quantized:
-            raise _unsavable(where, x, f"lies on {data.device} as {data.layout}")
+        if data.layout != torch.strided or data.is_quantized:
+            raise _unsavable(where, x, f"has the layout {data.layout}")
         if isinstance(x, WholeTensor):
             facts["leaf"] = not x.requires_grad or x.is_leaf
         facts |= {"shape": list(data.shape), "dtype": str(data.dtype).removeprefix("torch."), "strides": _strides(data)}
+        if not data.is_cpu:
+            facts["device"] = data.device.type
         attributes = dict(vars(x)) if type(x) in (torch.Tensor, torch.nn.Parameter) else {}
         if attributes:
             facts["attributes"] = [[n, self.encode(v, f"{where}.{n}")] for n, v in attributes.items()]
@@ -368,6 +370,7 @@ class VariableDecoder:
         kind = torch.nn.Parameter if facts["class"] == "parameter" else torch.Tensor
         fits = type(live) is kind or (type(live) is ShardedParameter and kind is torch.nn.Parameter)
         fits = fits and list(live.shape) == shape and live.dtype == dtype and live.is_leaf
+        fits = fits and live.device.type == facts.get("device", "cpu")
         fits = fits and facts["leaf"] and "rows" not in facts and (facts["view"] or not live._is_view())
         if "checksum" in facts:
             if not fits or checksum(live) != facts["checksum"]:
@@ -391,9 +394,9 @@ class VariableDecoder:
         return x
 
     def _make_tensor(self, data: torch.Tensor, kind: Any, facts: dict[str, Any]) -> torch.Tensor:
-        x = data.clone()
+        x = data.to(facts.get("device", "cpu"), copy=True)
         if facts["strides"] is not None:
-            x = torch.empty_strided(x.shape, facts["strides"], dtype=x.dtype).copy_(x)
+            x = torch.empty_strided(x.shape, facts["strides"], dtype=x.dtype, device=x.device).copy_(x)
         if "rows" in facts:
             x = self._divide(x, *facts["rows"])
         if kind is torch.nn.Parameter:
@@ -579,7 +582,7 @@ def _strides(x: torch.Tensor) -> list[int] | None:
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().reshape(-1)
+    return x.contiguous().reshape(-1).cpu()
 
 
 def _changed(facts: dict[str, Any]) -> InputError:

@@ -46,6 +46,14 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in _HOST
 
 
+def used_accelerator() -> torch.device | None:
+    """Return the current accelerator if this process has used it, else None; this does not initialize it."""
+    device = torch.accelerator.current_accelerator()
+    if device is None or not _module(device).is_initialized():
+        return None
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
 def count(kind: str) -> int:
     """Return the number of devices of a kind that this process sees."""
     return torch.accelerator.device_count() if kind == accelerator() else 0
