@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mpitrain.comm.memory.device import CPU, generator_state, set_generator_state
@@ -157,6 +158,7 @@ class Regions:
 
     def install(self) -> None:
         """Replace functions of torch that step out of regions or call modules again in backward; compile nothing."""
+        _use_kernels_with_rules()
         for name in STEPS_OUT:
             setattr(F, name, self._stepping_out(name, getattr(F, name)))
         checkpoint = torch.utils.checkpoint.checkpoint
@@ -342,6 +344,24 @@ class Regions:
             return enter(session, [output], [original(*args, **kwargs)])[0]
         finally:
             self.region = region
+
+
+def _use_kernels_with_rules() -> None:
+    """Compute batches on accelerators by operations that can run on rows: torch's own batch norm, plain attention."""
+    norm: Any = torch.batch_norm
+    attention = F.scaled_dot_product_attention
+
+    def batch_norm(*args: Any) -> torch.Tensor:
+        out: torch.Tensor = norm(*args[:-1], False)  # without cuDNN or MIOpen
+        return out
+
+    def attend(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if type(query) is BatchTensor and query.device.type != "cpu":
+            with sdpa_kernel(SDPBackend.MATH):
+                return attention(query, *args, **kwargs)
+        return attention(query, *args, **kwargs)
+
+    torch.batch_norm, F.scaled_dot_product_attention = batch_norm, attend  # type: ignore[assignment]
 
 
 def _starts_of_buckets(parameters: list[torch.Tensor]) -> list[int]:

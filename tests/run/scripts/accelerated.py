@@ -1,6 +1,5 @@
 """Trains on the accelerator that torch finds: copies of batches, data that lie there, noise and statistics."""
 
-import math
 import os
 import signal
 
@@ -21,9 +20,10 @@ class Block(nn.Module):
         self.mix, self.drop = nn.Linear(width, width), nn.Dropout(0.2)
 
     def forward(self, x):
-        q, k, v = self.project(self.norm(x)).chunk(3, dim=-1)
-        weights = torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(x.shape[-1]), dim=-1)
-        return x + self.drop(self.mix(weights @ v))
+        heads = self.project(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = heads
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.drop(self.mix(mixed.transpose(1, 2).flatten(-2)))
 
 
 class Net(nn.Module):
