@@ -109,6 +109,26 @@ def test_missing_numbers_are_refused_or_replaced(tmp_path):
     assert np.array_equal(samples(again)[0], x)
 
 
+MARKS = {  # stored numbers, attributes, and the rows of missing ones
+    "two marks": (np.array([1, -9999, 1e20, 2], "f4"), {"_FillValue": 1e20, "missing_value": -9999.0}, [1, 2]),
+    "a mark and NaN": (np.array([1, -9999, np.nan, 2], "f4"), {"_FillValue": np.nan, "missing_value": -9999.0}, [1, 2]),
+    "several marks": (np.array([1, -999, 3, -99], "i2"), {"missing_value": np.array([-99, -999], "i2")}, [1, 3]),
+    "marks beyond the dtype": (np.array([1, 2, 255, 0], "u1"), {"_FillValue": -1, "missing_value": 1e20}, []),
+}
+
+
+@pytest.mark.parametrize("case", MARKS)
+def test_all_marks_of_missing_numbers_count(tmp_path, case):
+    stored, attributes, missing = MARKS[case]
+    with h5py.File(tmp_path / "v.nc", "w") as file:
+        file["x"] = stored
+        file["x"].attrs.update(attributes | {"scale_factor": 0.5})
+    x, y = samples(prepared([tmp_path / "v.nc"], tmp_path / "set", x=("x",), ahead=1, missing="zero"))
+    expected = stored * np.float32(0.5)
+    expected[missing] = 0
+    assert x.tolist() == expected[:-1].tolist() and y.tolist() == expected[1:].tolist()
+
+
 def test_a_file_in_place_that_was_changed_moved_or_replaced_is_refused(tmp_path):
     variables_file(tmp_path / "v.nc", filters=False)
     whole = (tmp_path / "v.nc").read_bytes()

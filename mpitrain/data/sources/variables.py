@@ -35,7 +35,8 @@ _DEEPEST = 16  # groups within groups
 _MOST_VARIABLES = 10_000
 _LARGEST_METADATA = 16 << 20  # bytes of the metadata of a Zarr array
 _NETCDF_FILL = 9.969209968386869e36  # of float and double, where a file names no other
-_ATTRIBUTES = ("units", "scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned")
+_MARKS = ("_FillValue", "missing_value")
+_ATTRIBUTES = ("units", "scale_factor", "add_offset", "_Unsigned", *_MARKS)
 _FILTERS = {1: "deflate", 2: "shuffle", 3: "fletcher32"}
 _CODECS = frozenset((
     "bytes", "transpose", "sharding_indexed", "blosc", "gzip", "zlib", "zstd", "lz4", "bz2", "lzma", "crc32", "crc32c",
@@ -54,7 +55,7 @@ class Variable:
         shape: Shape.
         dtype: Stored dtype.
         chunk: Shape of a chunk; None if the variable is contiguous.
-        attributes: Units, packing and the mark of missing numbers, as the file says.
+        attributes: Units, packing and the marks of missing numbers, as the file says.
         problem: Reason why the numbers cannot be read; "" if there is none.
         origin: Index in the file of the first element, if a part was selected.
     """
@@ -65,7 +66,7 @@ class Variable:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     chunk: tuple[int, ...] | None
-    attributes: dict[str, str | float]
+    attributes: dict[str, str | float | list[float]]
     problem: str = ""
     origin: tuple[int, ...] = ()
 
@@ -95,15 +96,18 @@ class Variable:
         return self.dimensions == (self.name.rpartition("/")[2],)
 
     @property
-    def missing(self) -> float | None:
-        """Stored number that marks a missing value, besides NaN."""
-        for key in ("_FillValue", "missing_value"):
-            if key in self.attributes:
-                marker = _number(self.attributes[key])
-                return marker if marker is not None and math.isfinite(marker) else None
-        if self.dtype.kind == "f" and self.path.suffix.lower() in _NETCDF:
-            return float(self.dtype.type(_NETCDF_FILL)) if self.dtype.itemsize > 2 else None
-        return None
+    def missing(self) -> tuple[float, ...]:
+        """Stored numbers that mark missing values, besides NaN: only those that the dtype can hold."""
+        if self.dtype.kind not in "iuf":
+            return ()
+        named = [key for key in _MARKS if key in self.attributes]
+        marks = [mark for key in named for mark in _numbers(self.attributes[key])]
+        if not named and self.dtype.kind == "f" and self.dtype.itemsize > 2 and self.path.suffix.lower() in _NETCDF:
+            marks = [_NETCDF_FILL]
+        with np.errstate(all="ignore"):
+            stored = np.array(marks, np.float64).astype(self.dtype).astype(np.float64).tolist()
+        pairs = zip(stored, marks, strict=True)
+        return tuple(sorted({s for s, mark in pairs if math.isfinite(s) and (s == mark or self.dtype.kind == "f")}))
 
     def number(self, attribute: str, default: float) -> float:
         """Return an attribute that is a finite number.
@@ -121,11 +125,17 @@ class Variable:
         return value
 
 
-def _number(value: Any) -> float | None:
+def _numbers(value: Any) -> list[float]:
+    """Return the numbers of an attribute; none if it contains something else."""
     try:
-        return float(np.asarray(value).reshape(-1)[0])
-    except (TypeError, ValueError, IndexError):
-        return None
+        numbers: list[float] = np.asarray(value).reshape(-1).astype(np.float64).tolist()
+    except (TypeError, ValueError):
+        return []
+    return numbers
+
+
+def _number(value: Any) -> float | None:
+    return next(iter(_numbers(value)), None)
 
 
 @contextmanager
@@ -257,15 +267,15 @@ def _storage_problem(dataset: h5py.Dataset) -> str:
     return "" if written else "parts of it were never written"
 
 
-def _attributes(attributes: Any) -> dict[str, str | float]:
+def _attributes(attributes: Any) -> dict[str, str | float | list[float]]:
     """Return the attributes that have a meaning here, from a mapping of any."""
-    values: dict[str, str | float] = {}
+    values: dict[str, str | float | list[float]] = {}
     for key in _ATTRIBUTES:
         if key in attributes:
             value = attributes[key]
             value = value.decode(errors="replace") if isinstance(value, bytes) else value
             number = None if isinstance(value, str) else _number(value)
-            values[key] = str(value) if number is None else number
+            values[key] = _numbers(value) if key in _MARKS else str(value) if number is None else number
     return values
 
 
