@@ -242,11 +242,54 @@ def test_a_library_that_crashes_costs_one_line(tmp_path):
     assert reader.rows(variable, 1, 0, 2).shape == (2, 12, 4)
 
 
-def test_time_that_runs_backwards_is_refused_for_pairs(tmp_path):
-    for name, first in (("a.nc", 12), ("b.nc", 0)):
-        variables_file(tmp_path / name, filters=False, first=first)
-    with pytest.raises(InputError, match="the coordinates time do not increase over all files"):
-        prepared([tmp_path / "a.nc", tmp_path / "b.nc"], tmp_path / "set", x=("z",), ahead=1)
+FILES = {  # what differs in a.nc and b.nc, each with times 0 to 11 if nothing else is said; message, or the note
+    "time backwards": ({"first": 12}, {}, "the coordinates time do not increase over all files"),
+    "dates backwards": ({"units": "hours since 2000-02-01"}, {"units": "hours since 2000-01-31 12:00:00"}, "increase"),
+    "dates": ({"units": "hours since 2000-01-31"}, {"units": "minutes since 2000-01-31 12:00"}, "has steps of 0.01"),
+    "a leap day": ({"units": "days since 2000-02-29"}, {"units": "days since 2000-03-11"}, "do not increase"),
+    "no leap day": (
+        {"units": "days since 2000-02-28", "calendar": "noleap"},
+        {"units": "days since 2000-03-12", "calendar": "noleap"},
+        None,
+    ),
+    "months": (
+        {"units": "months since 2000-01-01"},
+        {"units": "months since 2001-01-01"},
+        "order of the files was not",
+    ),
+    "a direction": ({}, {"first": 12, "lat": np.arange(3.0)[::-1]}, "coordinates lat run in the opposite direction to"),
+    "places": ({}, {"first": 12, "lat": np.arange(3.0) + 5}, "the coordinates lat of "),
+    "an order": ({}, {"first": 12, "order": ("time", "lon", "lat")}, "has the axes time, lon, lat, but variable z"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files_of_pairs_are_joined_only_in_the_order_of_time_and_with_equal_axes(tmp_path, case):
+    *changes, message = FILES[case]
+    for name, change in zip(("a.nc", "b.nc"), changes, strict=True):
+        variables_file(tmp_path / name, filters=False, first=change.get("first", 0))
+        with h5py.File(tmp_path / name, "a") as file:
+            file["time"].attrs.update({key: change[key] for key in ("units", "calendar") if key in change})
+            file["lat"][...] = change.get("lat", file["lat"][...])
+            if order := change.get("order"):
+                del file["z"]
+                file["z"] = np.zeros((12, 4, 3), "i2")
+                for axis, scale in enumerate(order):
+                    file["z"].dims[axis].attach_scale(file[scale])
+    arguments = [tmp_path / "a.nc", tmp_path / "b.nc"], tmp_path / "set"
+    if case in ("dates", "no leap day", "months", "places"):
+        notes = read_manifest(prepared(*arguments, x=("z",), ahead=1)).origin.notes
+        assert message in notes[0] if message else not notes
+    else:
+        with pytest.raises(InputError, match=message):
+            prepared(*arguments, x=("z",), ahead=1)
+    if case == "an order":
+        with h5py.File(tmp_path / "a.nc", "a") as file:
+            file["t"] = np.zeros((12, 3, 4))
+            for axis, scale in enumerate(("time", "lon", "lat")):
+                file["t"].dims[axis].label = scale
+        with pytest.raises(InputError, match="variable t of .* has the axes lon, lat, but variable z of .* lat, lon;"):
+            prepared([tmp_path / "a.nc"], tmp_path / "set", x=("z", "t"), ahead=1)
 
 
 def test_nothing_is_unpickled_and_no_link_into_another_file_is_followed(tmp_path):

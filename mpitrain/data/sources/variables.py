@@ -36,7 +36,7 @@ _MOST_VARIABLES = 10_000
 _LARGEST_METADATA = 16 << 20  # bytes of the metadata of a Zarr array
 _NETCDF_FILL = 9.969209968386869e36  # of float and double, where a file names no other
 _MARKS = ("_FillValue", "missing_value")
-_ATTRIBUTES = ("units", "scale_factor", "add_offset", "_Unsigned", *_MARKS)
+_ATTRIBUTES = ("units", "calendar", "scale_factor", "add_offset", "_Unsigned", *_MARKS)
 _FILTERS = {1: "deflate", 2: "shuffle", 3: "fletcher32"}
 _CODECS = frozenset((
     "bytes", "transpose", "sharding_indexed", "blosc", "gzip", "zlib", "zstd", "lz4", "bz2", "lzma", "crc32", "crc32c",
@@ -55,7 +55,7 @@ class Variable:
         shape: Shape.
         dtype: Stored dtype.
         chunk: Shape of a chunk; None if the variable is contiguous.
-        attributes: Units, packing and the marks of missing numbers, as the file says.
+        attributes: Units, calendar, packing and the marks of missing numbers, as the file says.
         problem: Reason why the numbers cannot be read; "" if there is none.
         origin: Index in the file of the first element, if a part was selected.
     """
