@@ -304,8 +304,23 @@ def test_nothing_is_unpickled_and_no_link_into_another_file_is_followed(tmp_path
     with h5py.File(tmp_path / "links.h5", "w") as file:
         file["x"] = h5py.ExternalLink("v.nc", "t2m")
         file.create_dataset("y", (12, 2), "f8", external=[(str(tmp_path / "secret"), 0, h5py.h5f.UNLIMITED)])
-    with pytest.raises(InputError, match="its variables are none"):
-        prepared([tmp_path / "links.h5"], tmp_path / "set")
+    for name, message in (("x", "it is a link into another file"), ("y", "its numbers lie in other files")):
+        with pytest.raises(InputError, match=f"variable {name} of .*links.h5 cannot be read: {message}"):
+            prepared([tmp_path / "links.h5"], tmp_path / "set", x=(f"/{name}",), ahead=1)
+
+
+def test_a_file_that_is_not_hdf5_or_needs_a_filter_is_refused_with_advice(tmp_path):
+    (tmp_path / "v.h5").write_bytes(b"no HDF5" * 99)
+    with pytest.raises(InputError, match=r"v\.h5 is damaged \(.*file signature not found\)\); restore it"):
+        prepared([tmp_path / "v.h5"], tmp_path / "set")
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        layout.set_chunk((4,))
+        layout.set_filter(32015, h5py.h5z.FLAG_OPTIONAL, (3,))  # zstd
+        space = h5py.h5s.create_simple((4,))
+        h5py.h5d.create(file.id, b"x", h5py.h5t.IEEE_F32LE, space, layout).write_direct_chunk((0,), b"zstd")
+    with pytest.raises(InputError, match="it needs a plugin for the HDF5 filter 32015 in a folder of HDF5_PLUGIN_PATH"):
+        prepared([tmp_path / "v.h5"], tmp_path / "set", x=("x",), ahead=1)
 
 
 def test_netcdf_3_and_large_chunks_in_place_are_refused(tmp_path):

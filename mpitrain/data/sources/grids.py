@@ -238,7 +238,7 @@ def _choose(there: dict[str, Variable], path: Path, options: PrepareOptions) -> 
             pairs = ", or pairs of states with --ahead N" if flag == "y" else ""
             raise InputError(f"source {path}: choose {flag} with --{flag} NAME{pairs}; its variables are {listed}")
         chosen = []
-        for name in names or (flag,):
+        for name in (each.strip("/") for each in names or (flag,)):
             matches = [name] if name in there else [each for each in there if each.rpartition("/")[2] == name]
             if len(matches) != 1:
                 problem = "is ambiguous" if matches else "does not exist"

@@ -142,7 +142,12 @@ def _number(value: Any) -> float | None:
 def reading(path: Path) -> Iterator[None]:
     """Turn any error that a library raises about a file into an InputError of one line."""
     with os_errors(f"source {path} cannot be read"), refusing(f"source {path} is damaged", "restore it"):
-        yield
+        try:
+            yield
+        except OSError as error:
+            if error.errno is None:  # an error of HDF5, not of the disk
+                raise ValueError(error) from error
+            raise
 
 
 def is_store(path: Path) -> bool:
@@ -245,18 +250,32 @@ def _hdf5_variables(path: Path) -> Iterator[Variable]:
         if file.userblock_size:
             raise InputError(f"source {path} has a user block; copy it with h5repack -u NONE, or h5copy")
         for name, dataset in _data_sets(file, "", 0):
+            if dataset is None:
+                yield _unreadable(path, name, "it is a link into another file, and such links are not followed")
+                continue
             plist = dataset.id.get_create_plist()
-            elsewhere = plist.get_external_count() or dataset.is_virtual  # in other files, which may be anybody's
-            if dataset.shape is None or elsewhere or _is_dimension_only(dataset):
+            if plist.get_external_count() or dataset.is_virtual:  # in other files, which may be anybody's
+                yield _unreadable(path, name, "its numbers lie in other files, which are not opened")
+                continue
+            if dataset.shape is None or _is_dimension_only(dataset):
                 continue
             dimensions, attributes = _dimensions(name, dataset), _attributes(dataset.attrs)
             problem = _storage_problem(dataset)
             yield Variable(path, name, dimensions, dataset.shape, dataset.dtype, dataset.chunks, attributes, problem)
 
 
+def _unreadable(path: Path, name: str, problem: str) -> Variable:
+    """Return a variable that matters only if it is chosen."""
+    return Variable(path, name, (), (), np.dtype("V1"), None, {}, problem)
+
+
 def _storage_problem(dataset: h5py.Dataset) -> str:
-    """Return a problem if the file's content does not fill the shape, which may claim terabytes."""
+    """Return a problem if the file's content does not fill the shape, which may claim terabytes, or needs a plugin."""
     size, chunk = dataset.id.get_storage_size(), dataset.chunks
+    plist = dataset.id.get_create_plist()
+    for code in (plist.get_filter(number)[0] for number in range(plist.get_nfilters())):
+        if not h5py.h5z.filter_avail(code):
+            return f"it needs a plugin for the HDF5 filter {code} in a folder of HDF5_PLUGIN_PATH, as hdf5plugin has it"
     if chunk is None:
         written = size >= math.prod(dataset.shape) * dataset.dtype.itemsize
     else:
@@ -313,11 +332,15 @@ def _chunk_places(dataset: h5py.Dataset) -> npt.NDArray[np.int64]:
     return result
 
 
-def _data_sets(group: h5py.Group, prefix: str, depth: int) -> Iterator[tuple[str, h5py.Dataset]]:
+def _data_sets(group: h5py.Group, prefix: str, depth: int) -> Iterator[tuple[str, h5py.Dataset | None]]:
+    """Yield the data sets of a group and of those in it, with their names; None for a link into another file."""
     for count, name in enumerate(group):
         if count >= _MOST_VARIABLES or depth > _DEEPEST:
             raise ValueError("too many variables or groups")
-        if isinstance(group.get(name, getlink=True), h5py.HardLink):
+        link = group.get(name, getlink=True)
+        if isinstance(link, h5py.ExternalLink):
+            yield prefix + name, None
+        elif isinstance(link, h5py.HardLink):
             item = group[name]
             if isinstance(item, h5py.Dataset):
                 yield prefix + name, item
@@ -351,7 +374,7 @@ def _zarr_variables(path: Path) -> Iterator[Variable]:
             yield _zarr_variable(path, name)
         except (KeyError, TypeError, ValueError, AttributeError) as error:  # perhaps never chosen
             reason = f"its metadata is damaged or unusual ({type(error).__name__}: {error})"
-            yield Variable(path, name, (), (), np.dtype("V1"), None, {}, printable(reason, 300))
+            yield _unreadable(path, name, printable(reason, 300))
 
 
 def _zarr_variable(path: Path, name: str) -> Variable:
