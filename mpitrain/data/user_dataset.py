@@ -328,6 +328,30 @@ class UserAugment:
         self._functions = [(path, find("data.augment", path)) for path in paths]
         self._seed = seed
 
+    def check(self, data: Dataset) -> None:
+        """Call the functions twice for the first samples.
+
+        Args:
+            data: The training data set.
+
+        Raises:
+            InputError: A function raises, changes a shape or dtype, or does not draw from its generator alone.
+        """
+        if not self._functions:
+            return
+        ids = np.arange(min(len(data), _PROBED), dtype=np.int64)
+        x, y = map(torch.from_numpy, data.read(ids))
+        before = _states()
+        with _preserved_generators():
+            first, again = (self(Batch(ids, x.clone(), y.clone(), 0), ids * 0) for _ in range(2))
+            draws = _states() != before
+        pairs = zip(first, again, strict=True)
+        if draws or not all(np.array_equal(some.numpy(), other.numpy(), equal_nan=True) for some, other in pairs):
+            raise InputError(
+                f"data.augment {', '.join(path for path, _ in self._functions)} draws random numbers that differ "
+                "between ranks; draw all of them from the argument generator"
+            )
+
     def __call__(self, batch: Batch, epochs: Ids) -> tuple[torch.Tensor, torch.Tensor]:
         """Return x and y of a batch, changed by all functions in turn.
 

@@ -112,6 +112,10 @@ def test_augmentation_functions_get_a_generator_of_their_own():
     changed, _ = augment(Batch(ids, x, torch.zeros(4), 0), np.array([0, 0, 1, 0]))
     generator = torch.Generator().manual_seed(sample_seed(1, 1, 7))
     assert torch.equal(changed[2], noisy(x[2], x[2], generator)[0]) and not torch.equal(changed[0], changed[2])
+    augment.check(opened(**DATA["points"]))
+    for other in ("noisy_by_rank", "noisy_by_call"):
+        with pytest.raises(InputError, match=f"{other} draws random numbers that differ between ranks"):
+            UserAugment((f"train.user_data:{other}",), 1).check(opened(**DATA["points"]))
 
 
 WRONG = {

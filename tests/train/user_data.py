@@ -78,6 +78,14 @@ def noisy(x: torch.Tensor, y: torch.Tensor, generator: torch.Generator):
     return x + 0.1 * torch.randn(x.shape, generator=generator), y
 
 
+def noisy_by_rank(x: torch.Tensor, y: torch.Tensor, generator: torch.Generator):
+    return x + 0.1 * torch.randn(x.shape), y
+
+
+def noisy_by_call(x: torch.Tensor, y: torch.Tensor, generator: torch.Generator):
+    return x + Restless.generator.random(), y
+
+
 def only_train(split: str):
     return points(split) if split == "train" else None
 
