@@ -288,7 +288,7 @@ def test_files_of_pairs_are_joined_only_in_the_order_of_time_and_with_equal_axes
             file["t"] = np.zeros((12, 3, 4))
             for axis, scale in enumerate(("time", "lon", "lat")):
                 file["t"].dims[axis].label = scale
-        with pytest.raises(InputError, match="variable t of .* has the axes lon, lat, but variable z of .* lat, lon;"):
+        with pytest.raises(InputError, match=r"variable t of .* has the axes lon, lat, but variable z of .* lat, lon;"):
             prepared([tmp_path / "a.nc"], tmp_path / "set", x=("z", "t"), ahead=1)
 
 
