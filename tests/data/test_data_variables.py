@@ -153,7 +153,8 @@ ERRORS = {
     "an axis": ({"x": ("z",), "ahead": 1, "samples": "depth"}, "set --samples to one of its axes: time, lat, lon"),
     "in place": ({"x": ("z",), "y": ("t2m",), "samples": "lat", "in_place": True}, "the axis of samples first"),
     "unsigned": ({"x": ("u",), "ahead": 1}, "cannot be read: its numbers have the attribute _Unsigned"),
-    "far": ({"x": ("z",), "ahead": 12}, "contains no data"),
+    "far": ({"x": ("z",), "ahead": 12}, "--ahead 12 is too far for 12 states"),
+    "twice": ({"x": ("z", "t2m", "/z"), "ahead": 1}, "--x names variable z twice; name each variable once"),
     "median": ({"x": ("z",), "ahead": 1, "missing": "median"}, "--missing median is for tables"),
 }
 
@@ -313,6 +314,10 @@ def test_a_file_that_is_not_hdf5_or_needs_a_filter_is_refused_with_advice(tmp_pa
     (tmp_path / "v.h5").write_bytes(b"no HDF5" * 99)
     with pytest.raises(InputError, match=r"v\.h5 is damaged \(.*file signature not found\)\); restore it"):
         prepared([tmp_path / "v.h5"], tmp_path / "set")
+    with h5py.File(tmp_path / "v.h5", "w", libver="latest") as file:
+        file.swmr_mode = True
+        with pytest.raises(InputError, match=r"v\.h5 is open in a program that writes it; wait until it ends, or run"):
+            prepared([tmp_path / "v.h5"], tmp_path / "set")
     with h5py.File(tmp_path / "v.h5", "w") as file:
         layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         layout.set_chunk((4,))

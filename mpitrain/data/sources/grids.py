@@ -182,6 +182,8 @@ def grid_source(files: Sequence[Path], options: PrepareOptions) -> GridSource:
     )
     test_rows = sum(rows[training:])
     ahead = options.ahead or 0
+    if ahead >= (states := sum(rows[:training])):
+        raise InputError(f"--ahead {ahead} is too far for {states} states in {ordered[0].parent}; use a smaller number")
     grid = Grid(fields, (*specs[0], *specs[1]), chosen, rows, test_rows, ahead, axis, options, reader)
     along = listed[0][names[0]].dimensions[axis[names[0]]]
     others = dict.fromkeys(name for spec in grid.variables for name in spec.dimensions)
@@ -248,6 +250,8 @@ def _choose(there: dict[str, Variable], path: Path, options: PrepareOptions) -> 
                 raise InputError(
                     f"{there[matches[0]].label} cannot be read: {problem}; write it anew, or choose others"
                 )
+            if matches[0] in chosen:
+                raise InputError(f"--{flag} names variable {matches[0]} twice; name each variable once")
             chosen += matches
         return chosen
 

@@ -145,9 +145,12 @@ def reading(path: Path) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            if error.errno is None:  # an error of HDF5, not of the disk
-                raise ValueError(error) from error
-            raise
+            if error.errno is not None:  # an error of the disk, not of HDF5
+                raise
+            if "already open for write" in str(error):
+                fix = "wait until it ends, or run h5clear -s if it died"
+                raise InputError(f"source {path} is open in a program that writes it; {fix}") from None
+            raise ValueError(error) from error
 
 
 def is_store(path: Path) -> bool:
