@@ -40,12 +40,12 @@ def in_units(variable: VariableSpec, stored: npt.NDArray[Any]) -> npt.NDArray[An
         Numbers of the same shape, float32; float64 if the stored numbers need it.
     """
     values = stored.astype(np.result_type(stored.dtype, np.float32))  # a copy
-    missing = None if variable.missing is None else stored == np.asarray(variable.missing, stored.dtype)
+    missing = [stored == np.asarray(mark, stored.dtype) for mark in variable.missing]
     if (variable.factor, variable.offset) != (1.0, 0.0):
         values *= variable.factor
         values += variable.offset
-    if missing is not None and missing.any():
-        values[missing] = np.nan
+    for marked in missing:
+        values[marked] = np.nan
     return values
 
 
@@ -60,7 +60,7 @@ def convert(spec: FieldSpec, variables: Sequence[VariableSpec], stored: npt.NDAr
     Returns:
         Rows [n, *shape], int64 or float32.
     """
-    if spec.given == "float" and any(v.field == spec.name and (v.converts or v.missing is not None) for v in variables):
+    if spec.given == "float" and any(v.field == spec.name and (v.converts or v.missing) for v in variables):
         out = np.empty(stored.shape, spec.handed)
         for (variable, part), (_, into) in zip(
             parts_of(variables, spec, stored), parts_of(variables, spec, out), strict=True

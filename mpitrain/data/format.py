@@ -197,7 +197,7 @@ class ColumnSpec(_Part):
 class VariableSpec(_Part):
     """A variable of HDF5, NetCDF or Zarr files, and the conversion of its stored numbers into those of a sample.
 
-    A stored number is missing if it is NaN or equals `missing`, and then becomes `fill`; every other one becomes stored
+    A stored number is missing if it is NaN or one of `missing`, and then becomes `fill`; every other one becomes stored
     * factor + offset. The model gets (number - shift) / scale.
 
     Attributes:
@@ -208,7 +208,7 @@ class VariableSpec(_Part):
         channels: Length that the variable takes of the field's first axis; 0 if the variable is the whole field.
         factor: Number to multiply a stored number with.
         offset: Number to add after that.
-        missing: Stored number that marks a missing value, besides NaN.
+        missing: Stored numbers that mark missing values, besides NaN.
         fill: Replacement of a missing value, in `units`; None if there must be none.
         shift: Number to subtract.
         scale: Number to divide by, after the subtraction.
@@ -221,7 +221,7 @@ class VariableSpec(_Part):
     channels: Count = 0
     factor: float = 1.0
     offset: float = 0.0
-    missing: float | None = None
+    missing: tuple[float, ...] = ()
     fill: float | None = None
     shift: float = 0.0
     scale: Annotated[float, Field(gt=0)] = 1.0

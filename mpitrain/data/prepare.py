@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpitrain.data.folders import agree_on_errors, make_dataset, os_errors, require_package
-from mpitrain.data.format import DatasetManifest, read_manifest
+from mpitrain.data.format import FORMAT, MANIFEST, DatasetManifest, read_manifest
 from mpitrain.data.parallel_writer import make_grid_dataset
 from mpitrain.data.sources import PrepareOptions, Source, TextFields, arrays, documents, images, table, tokens
 from mpitrain.data.sources.encoder import BYTES, ENDS, replace_surrogates
@@ -186,6 +186,8 @@ def _classify(path: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], lis
     with os_errors(f"source {path} cannot be read"):
         if not os.path.lexists(path):
             raise InputError(f"source {path} does not exist; use an existing file or folder")
+        if path.is_dir() and _is_prepared(path):
+            raise InputError(f"source {path} is a data set already; train on it with --data.path, or use its sources")
         if path.is_dir() and not is_store(path):
             return _classify_folder(path, among)
         if path.stat().st_size == 0:
@@ -225,7 +227,7 @@ def without_descriptions(paths: Sequence[Path]) -> list[Path]:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """Return all files and Zarr stores below a folder, sorted, without hidden ones.
+    """Return all files and Zarr stores below a folder, sorted, without hidden ones and those of prepared data sets.
 
     Links to folders are not followed.
     """
@@ -236,9 +238,20 @@ def files_below(folder: Path) -> list[Path]:
     paths = []
     for top, folders, files in os.walk(folder, onerror=failed):
         stores = [name for name in folders if is_store(Path(top, name))]
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in stores]
+        folders[:] = [
+            name for name in folders if not (name.startswith(".") or name in stores or _is_prepared(Path(top, name)))
+        ]
         paths += [Path(top, name) for name in (*files, *stores) if not name.startswith(".")]
     return sorted(path for path in paths if path.is_file() or path.is_dir())
+
+
+def _is_prepared(folder: Path) -> bool:
+    """Return True for a data set folder, complete or damaged; other programs have files called dataset.json, too."""
+    try:
+        with open(folder / MANIFEST, "rb") as file:
+            return FORMAT.encode() in file.read(100)
+    except OSError:
+        return False
 
 
 def _kind_of(path: Path, among: Sequence[Kind]) -> Kind | None:

@@ -104,7 +104,7 @@ class UserDataset(Dataset):
         draws: True if reading a sample draws random numbers, so that no reader threads may do it.
 
     Raises:
-        InputError: A sample cannot be read, or is not a pair of arrays.
+        InputError: A sample cannot be read, differs when it is read again, or is not a pair of arrays.
     """
 
     def __init__(
@@ -130,6 +130,7 @@ class UserDataset(Dataset):
             x, y = self._pair(probed, 0)
         self._forms = tuple((part.shape[1:], part.dtype) for part in (x, y))
         self.description = self._describe(split, samples, x, y)
+        self._require_repeatable(np.arange(len(x)), (x, y))
         self.fingerprint = 0 if self.draws else zlib.crc32(y.tobytes(), zlib.crc32(x.tobytes()))
 
     def order(self, seed: int) -> Ordering:
@@ -159,6 +160,17 @@ class UserDataset(Dataset):
         with self._lock:
             self._iterator, self._next, self._epoch = iter(()), 0, -1
 
+    def _require_repeatable(self, ids: Ids, before: tuple[npt.NDArray[Any], npt.NDArray[Any]]) -> None:
+        """Raise InputError if samples differ when they are read again, as with a generator of the data set's own."""
+        if self.is_stream:
+            return
+        pairs = zip(self.read(ids) if self.draws else before, self.read(ids), strict=True)
+        if not all(np.array_equal(some, others, equal_nan=True) for some, others in pairs):
+            raise InputError(
+                f"{self._label}: a sample differs when it is read again, so it would differ between numbers of ranks; "
+                "draw random numbers from the generators of torch, NumPy or Python, or in a function of data.augment"
+            )
+
     def _count(self, split: str) -> int:
         try:
             samples = len(self._dataset)
@@ -172,17 +184,18 @@ class UserDataset(Dataset):
 
     def _fetch(self, ids: Ids) -> list[Any]:
         """Return samples by number, before they are collated."""
-        first = int(ids[0])
+        samples, at_once = list[Any](), not self.is_stream and hasattr(self._dataset, "__getitems__")
         try:
-            if self.is_stream:
-                return [self._take(number) for number in ids.tolist()]
-            if hasattr(self._dataset, "__getitems__"):
+            if at_once:
                 return list(self._dataset.__getitems__(ids.tolist()))
-            return [self._dataset[number] for number in ids.tolist()]
+            for number in ids.tolist():
+                samples.append(self._take(number) if self.is_stream else self._dataset[number])
         except InputError:
             raise
         except (Exception, SystemExit) as error:
-            raise InputError(f"{self._label}: sample {first} raised {describe_error(error)}; fix it") from error
+            which = f"reading samples from {ids[0]} on" if at_once else f"sample {ids[len(samples)]}"
+            raise InputError(f"{self._label}: {which} raised {describe_error(error)}; fix it") from error
+        return samples
 
     def _take(self, position: int) -> Any:
         """Return the sample of the stream at a position, after skipping those before it."""
@@ -314,6 +327,30 @@ class UserAugment:
     def __init__(self, paths: tuple[str, ...], seed: int) -> None:
         self._functions = [(path, find("data.augment", path)) for path in paths]
         self._seed = seed
+
+    def check(self, data: Dataset) -> None:
+        """Call the functions twice for the first samples.
+
+        Args:
+            data: The training data set.
+
+        Raises:
+            InputError: A function raises, changes a shape or dtype, or does not draw from its generator alone.
+        """
+        if not self._functions:
+            return
+        ids = np.arange(min(len(data), _PROBED), dtype=np.int64)
+        x, y = map(torch.from_numpy, data.read(ids))
+        before = _states()
+        with _preserved_generators():
+            first, again = (self(Batch(ids, x.clone(), y.clone(), 0), ids * 0) for _ in range(2))
+            draws = _states() != before
+        pairs = zip(first, again, strict=True)
+        if draws or not all(np.array_equal(some.numpy(), other.numpy(), equal_nan=True) for some, other in pairs):
+            raise InputError(
+                f"data.augment {', '.join(path for path, _ in self._functions)} draws random numbers that differ "
+                "between ranks; draw all of them from the argument generator"
+            )
 
     def __call__(self, batch: Batch, epochs: Ids) -> tuple[torch.Tensor, torch.Tensor]:
         """Return x and y of a batch, changed by all functions in turn.

@@ -82,7 +82,7 @@ def open_data(config: Config, world: Communicator) -> tuple[Dataset, Dataset | N
         assert data is not None
         check_data(config, data)
         augment_of(config).check(data.description)
-        UserAugment(user_augmentations(config), config.run.seed)
+        UserAugment(user_augmentations(config), config.run.seed).check(data)
         return data, held_out
 
     data, held_out = agree_on_errors(world, open_both)

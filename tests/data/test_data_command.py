@@ -26,6 +26,17 @@ def test_it_imports_neither_torch_nor_mpi(tmp_path, python):
     assert out.splitlines()[-1] == "[]"
 
 
+def test_a_data_set_is_no_source_and_not_part_of_one(tmp_path, command):
+    for number in range(12):
+        with h5py.File(tmp_path / f"{number}.h5", "w") as file:
+            file["x"], file["y"] = np.full((5, 2), number, "f4"), np.zeros(5, "i4")
+    for name in ("first", "second"):  # the first one lies in the source of the second one
+        code, out, _ = command("prepare", tmp_path, "--out", tmp_path / name, "--held-out", 0)
+        assert code == 0 and "60 samples" in out
+    code, _, error = command("prepare", tmp_path / "first", "--out", tmp_path / "third")
+    one_line((code, error), "is a data set already; train on it with --data.path")
+
+
 def test_info_describes_the_data_set(tmp_path, command):
     np.savez(tmp_path / "a.npz", x=np.zeros((200, 3, 4), np.uint8), y=np.arange(200) % 2)
     assert command("prepare", tmp_path / "a.npz", "--out", tmp_path / "set", "--shard-mb", 0.001)[0] == 0

@@ -109,6 +109,26 @@ def test_missing_numbers_are_refused_or_replaced(tmp_path):
     assert np.array_equal(samples(again)[0], x)
 
 
+MARKS = {  # stored numbers, attributes, and the rows of missing ones
+    "two marks": (np.array([1, -9999, 1e20, 2], "f4"), {"_FillValue": 1e20, "missing_value": -9999.0}, [1, 2]),
+    "a mark and NaN": (np.array([1, -9999, np.nan, 2], "f4"), {"_FillValue": np.nan, "missing_value": -9999.0}, [1, 2]),
+    "several marks": (np.array([1, -999, 3, -99], "i2"), {"missing_value": np.array([-99, -999], "i2")}, [1, 3]),
+    "marks beyond the dtype": (np.array([1, 2, 255, 0], "u1"), {"_FillValue": -1, "missing_value": 1e20}, []),
+}
+
+
+@pytest.mark.parametrize("case", MARKS)
+def test_all_marks_of_missing_numbers_count(tmp_path, case):
+    stored, attributes, missing = MARKS[case]
+    with h5py.File(tmp_path / "v.nc", "w") as file:
+        file["x"] = stored
+        file["x"].attrs.update(attributes | {"scale_factor": 0.5})
+    x, y = samples(prepared([tmp_path / "v.nc"], tmp_path / "set", x=("x",), ahead=1, missing="zero"))
+    expected = stored * np.float32(0.5)
+    expected[missing] = 0
+    assert x.tolist() == expected[:-1].tolist() and y.tolist() == expected[1:].tolist()
+
+
 def test_a_file_in_place_that_was_changed_moved_or_replaced_is_refused(tmp_path):
     variables_file(tmp_path / "v.nc", filters=False)
     whole = (tmp_path / "v.nc").read_bytes()
@@ -133,7 +153,8 @@ ERRORS = {
     "an axis": ({"x": ("z",), "ahead": 1, "samples": "depth"}, "set --samples to one of its axes: time, lat, lon"),
     "in place": ({"x": ("z",), "y": ("t2m",), "samples": "lat", "in_place": True}, "the axis of samples first"),
     "unsigned": ({"x": ("u",), "ahead": 1}, "cannot be read: its numbers have the attribute _Unsigned"),
-    "far": ({"x": ("z",), "ahead": 12}, "contains no data"),
+    "far": ({"x": ("z",), "ahead": 12}, "--ahead 12 is too far for 12 states"),
+    "twice": ({"x": ("z", "t2m", "/z"), "ahead": 1}, "--x names variable z twice; name each variable once"),
     "median": ({"x": ("z",), "ahead": 1, "missing": "median"}, "--missing median is for tables"),
 }
 
@@ -222,11 +243,54 @@ def test_a_library_that_crashes_costs_one_line(tmp_path):
     assert reader.rows(variable, 1, 0, 2).shape == (2, 12, 4)
 
 
-def test_time_that_runs_backwards_is_refused_for_pairs(tmp_path):
-    for name, first in (("a.nc", 12), ("b.nc", 0)):
-        variables_file(tmp_path / name, filters=False, first=first)
-    with pytest.raises(InputError, match="the coordinates time do not increase over all files"):
-        prepared([tmp_path / "a.nc", tmp_path / "b.nc"], tmp_path / "set", x=("z",), ahead=1)
+FILES = {  # what differs in a.nc and b.nc, each with times 0 to 11 if nothing else is said; message, or the note
+    "time backwards": ({"first": 12}, {}, "the coordinates time do not increase over all files"),
+    "dates backwards": ({"units": "hours since 2000-02-01"}, {"units": "hours since 2000-01-31 12:00:00"}, "increase"),
+    "dates": ({"units": "hours since 2000-01-31"}, {"units": "minutes since 2000-01-31 12:00"}, "has steps of 0.01"),
+    "a leap day": ({"units": "days since 2000-02-29"}, {"units": "days since 2000-03-11"}, "do not increase"),
+    "no leap day": (
+        {"units": "days since 2000-02-28", "calendar": "noleap"},
+        {"units": "days since 2000-03-12", "calendar": "noleap"},
+        None,
+    ),
+    "months": (
+        {"units": "months since 2000-01-01"},
+        {"units": "months since 2001-01-01"},
+        "order of the files was not",
+    ),
+    "a direction": ({}, {"first": 12, "lat": np.arange(3.0)[::-1]}, "coordinates lat run in the opposite direction to"),
+    "places": ({}, {"first": 12, "lat": np.arange(3.0) + 5}, "the coordinates lat of "),
+    "an order": ({}, {"first": 12, "order": ("time", "lon", "lat")}, "has the axes time, lon, lat, but variable z"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files_of_pairs_are_joined_only_in_the_order_of_time_and_with_equal_axes(tmp_path, case):
+    *changes, message = FILES[case]
+    for name, change in zip(("a.nc", "b.nc"), changes, strict=True):
+        variables_file(tmp_path / name, filters=False, first=change.get("first", 0))
+        with h5py.File(tmp_path / name, "a") as file:
+            file["time"].attrs.update({key: change[key] for key in ("units", "calendar") if key in change})
+            file["lat"][...] = change.get("lat", file["lat"][...])
+            if order := change.get("order"):
+                del file["z"]
+                file["z"] = np.zeros((12, 4, 3), "i2")
+                for axis, scale in enumerate(order):
+                    file["z"].dims[axis].attach_scale(file[scale])
+    arguments = [tmp_path / "a.nc", tmp_path / "b.nc"], tmp_path / "set"
+    if case in ("dates", "no leap day", "months", "places"):
+        notes = read_manifest(prepared(*arguments, x=("z",), ahead=1)).origin.notes
+        assert message in notes[0] if message else not notes
+    else:
+        with pytest.raises(InputError, match=message):
+            prepared(*arguments, x=("z",), ahead=1)
+    if case == "an order":
+        with h5py.File(tmp_path / "a.nc", "a") as file:
+            file["t"] = np.zeros((12, 3, 4))
+            for axis, scale in enumerate(("time", "lon", "lat")):
+                file["t"].dims[axis].label = scale
+        with pytest.raises(InputError, match=r"variable t of .* has the axes lon, lat, but variable z of .* lat, lon;"):
+            prepared([tmp_path / "a.nc"], tmp_path / "set", x=("z", "t"), ahead=1)
 
 
 def test_nothing_is_unpickled_and_no_link_into_another_file_is_followed(tmp_path):
@@ -241,8 +305,27 @@ def test_nothing_is_unpickled_and_no_link_into_another_file_is_followed(tmp_path
     with h5py.File(tmp_path / "links.h5", "w") as file:
         file["x"] = h5py.ExternalLink("v.nc", "t2m")
         file.create_dataset("y", (12, 2), "f8", external=[(str(tmp_path / "secret"), 0, h5py.h5f.UNLIMITED)])
-    with pytest.raises(InputError, match="its variables are none"):
-        prepared([tmp_path / "links.h5"], tmp_path / "set")
+    for name, message in (("x", "it is a link into another file"), ("y", "its numbers lie in other files")):
+        with pytest.raises(InputError, match=f"variable {name} of .*links.h5 cannot be read: {message}"):
+            prepared([tmp_path / "links.h5"], tmp_path / "set", x=(f"/{name}",), ahead=1)
+
+
+def test_a_file_that_is_not_hdf5_or_needs_a_filter_is_refused_with_advice(tmp_path):
+    (tmp_path / "v.h5").write_bytes(b"no HDF5" * 99)
+    with pytest.raises(InputError, match=r"v\.h5 is damaged \(.*file signature not found\)\); restore it"):
+        prepared([tmp_path / "v.h5"], tmp_path / "set")
+    with h5py.File(tmp_path / "v.h5", "w", libver="latest") as file:
+        file.swmr_mode = True
+        with pytest.raises(InputError, match=r"v\.h5 is open in a program that writes it; wait until it ends, or run"):
+            prepared([tmp_path / "v.h5"], tmp_path / "set")
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        layout.set_chunk((4,))
+        layout.set_filter(32015, h5py.h5z.FLAG_OPTIONAL, (3,))  # zstd
+        space = h5py.h5s.create_simple((4,))
+        h5py.h5d.create(file.id, b"x", h5py.h5t.IEEE_F32LE, space, layout).write_direct_chunk((0,), b"zstd")
+    with pytest.raises(InputError, match="it needs a plugin for the HDF5 filter 32015 in a folder of HDF5_PLUGIN_PATH"):
+        prepared([tmp_path / "v.h5"], tmp_path / "set", x=("x",), ahead=1)
 
 
 def test_netcdf_3_and_large_chunks_in_place_are_refused(tmp_path):

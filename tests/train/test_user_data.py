@@ -112,6 +112,10 @@ def test_augmentation_functions_get_a_generator_of_their_own():
     changed, _ = augment(Batch(ids, x, torch.zeros(4), 0), np.array([0, 0, 1, 0]))
     generator = torch.Generator().manual_seed(sample_seed(1, 1, 7))
     assert torch.equal(changed[2], noisy(x[2], x[2], generator)[0]) and not torch.equal(changed[0], changed[2])
+    augment.check(opened(**DATA["points"]))
+    for other in ("noisy_by_rank", "noisy_by_call"):
+        with pytest.raises(InputError, match=f"{other} draws random numbers that differ between ranks"):
+            UserAugment((f"train.user_data:{other}",), 1).check(opened(**DATA["points"]))
 
 
 WRONG = {
@@ -121,6 +125,7 @@ WRONG = {
     "single": "a batch is Tensor, not a pair (x, y); return (data set, collate function)",
     "words": "x is not an array",
     "empty": "has no samples or no length",
+    "own generator": "a sample differs when it is read again, so it would differ between numbers of ranks; draw",
     "sample": "collating samples from 0 on raised RuntimeError: stack expects each tensor to be equal size",
 }
 
@@ -135,7 +140,7 @@ def test_unsuitable_data_is_refused_in_one_line(how):
 def test_a_broken_sample_and_conflicting_settings_are_named():
     data = opened(factory="train.user_data:wrong", options={"how": "broken"})
     with pytest.raises(InputError, match=r"sample 5 raised OSError: the disk is gone \(user_data\.py:\d+\)"):
-        data.read(np.array([5]))
+        data.read(np.array([3, 5, 6]))
     assert opened("held_out", factory="train.user_data:only_train") is None
     for section, message in (
         ({"factory": "a:b", "path": "digits"}, "data.factory and data.path are both set"),

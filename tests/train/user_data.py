@@ -78,6 +78,14 @@ def noisy(x: torch.Tensor, y: torch.Tensor, generator: torch.Generator):
     return x + 0.1 * torch.randn(x.shape, generator=generator), y
 
 
+def noisy_by_rank(x: torch.Tensor, y: torch.Tensor, generator: torch.Generator):
+    return x + 0.1 * torch.randn(x.shape), y
+
+
+def noisy_by_call(x: torch.Tensor, y: torch.Tensor, generator: torch.Generator):
+    return x + Restless.generator.random(), y
+
+
 def only_train(split: str):
     return points(split) if split == "train" else None
 
@@ -95,6 +103,8 @@ def wrong(split: str, how: str):
         return [(torch.zeros(2), 0), (torch.zeros(3), 1)] * 4
     if how == "broken":
         return Broken(8, 0.0)
+    if how == "own generator":
+        return Restless(8, 0.0)
     return {"none": None, "number": 3, "single": [torch.zeros(2)] * 4, "words": [("a", "b")] * 4, "empty": []}[how]
 
 
@@ -103,3 +113,11 @@ class Broken(Points):
         if index == 5:
             raise OSError("the disk is gone")
         return super().__getitem__(index)
+
+
+class Restless(Points):
+    generator = np.random.default_rng(1)
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + self.generator.random(), y

@@ -27,6 +27,7 @@ from mpitrain.data.conversion import parts_of
 from mpitrain.data.format import FieldSpec, SplitRows, VariableSpec, read_manifest
 from mpitrain.data.sources import GATHER_BYTES, Columns, PrepareOptions, Source, split_own_test
 from mpitrain.data.sources.arrays import Array, make_field
+from mpitrain.data.sources.coordinates import direction_notes, time_notes
 from mpitrain.data.sources.file_reader import FileReader
 from mpitrain.data.sources.table import Moments
 from mpitrain.data.sources.variables import Variable
@@ -181,9 +182,15 @@ def grid_source(files: Sequence[Path], options: PrepareOptions) -> GridSource:
     )
     test_rows = sum(rows[training:])
     ahead = options.ahead or 0
+    if ahead >= (states := sum(rows[:training])):
+        raise InputError(f"--ahead {ahead} is too far for {states} states in {ordered[0].parent}; use a smaller number")
     grid = Grid(fields, (*specs[0], *specs[1]), chosen, rows, test_rows, ahead, axis, options, reader)
-    notes = _time_notes(reader, listed, axis, names, rows) if ahead else ()
-    return GridSource("arrays", fields, lambda held_out: iter(()), len(files), notes=notes, grid=grid)
+    along = listed[0][names[0]].dimensions[axis[names[0]]]
+    others = dict.fromkeys(name for spec in grid.variables for name in spec.dimensions)
+    notes = [*direction_notes(reader, listed, others)]
+    for part in (slice(training), slice(training, None)) if ahead else ():  # no pair has a state in both
+        notes += time_notes(reader, listed[part], along, rows[part]) if listed[part] else ()
+    return GridSource("arrays", fields, lambda held_out: iter(()), len(files), notes=tuple(notes), grid=grid)
 
 
 def _select(
@@ -233,7 +240,7 @@ def _choose(there: dict[str, Variable], path: Path, options: PrepareOptions) -> 
             pairs = ", or pairs of states with --ahead N" if flag == "y" else ""
             raise InputError(f"source {path}: choose {flag} with --{flag} NAME{pairs}; its variables are {listed}")
         chosen = []
-        for name in names or (flag,):
+        for name in (each.strip("/") for each in names or (flag,)):
             matches = [name] if name in there else [each for each in there if each.rpartition("/")[2] == name]
             if len(matches) != 1:
                 problem = "is ambiguous" if matches else "does not exist"
@@ -243,6 +250,8 @@ def _choose(there: dict[str, Variable], path: Path, options: PrepareOptions) -> 
                 raise InputError(
                     f"{there[matches[0]].label} cannot be read: {problem}; write it anew, or choose others"
                 )
+            if matches[0] in chosen:
+                raise InputError(f"--{flag} names variable {matches[0]} twice; name each variable once")
             chosen += matches
         return chosen
 
@@ -277,11 +286,21 @@ def _require_equal(
             )
             for v in (one, other)
         ]
+        _require_one_order(one, one.dimensions, other, other.dimensions)
         if len(one.shape) != len(other.shape) or forms[0] != forms[1]:
             raise InputError(
                 f"{other.label} differs from that of {one.path} in shape, dtype, units or packing ({forms[1]!s:.300}; "
                 f"{forms[0]!s:.300}); prepare such files apart, and mix them with data.mix"
             )
+
+
+def _require_one_order(one: Variable, axes: Sequence[str], other: Variable, others: Sequence[str]) -> None:
+    """Raise InputError if two variables have the same axes in different orders, which equal lengths would hide."""
+    if tuple(axes) != tuple(others) and sorted(axes) == sorted(others):
+        raise InputError(
+            f"{other.label} has the axes {', '.join(others):.200}, but {one.label} {', '.join(axes):.200}; store both "
+            "in one order"
+        )
 
 
 def _without(shape: Sequence[Any], axis: int) -> tuple[Any, ...]:
@@ -312,6 +331,10 @@ def _field(
 ) -> tuple[FieldSpec, tuple[VariableSpec, ...]]:
     """Return a field and the variables that it is made of."""
     shapes = {name: _without(variables[name].shape, axis[name]) for name in names}
+    for name in names[1:]:
+        first = variables[names[0]]
+        axes, others = (_without(v.dimensions, axis[v.name]) for v in (first, variables[name]))
+        _require_one_order(first, axes, variables[name], others)
     channels = _channels(shapes, variables) if len(names) > 1 else {names[0]: 0}
     common = min(shapes.values(), key=len)
     shape = (sum(channels.values()), *common) if len(names) > 1 else common
@@ -359,38 +382,6 @@ def _channels(shapes: dict[str, tuple[int, ...]], variables: dict[str, Variable]
             )
         channels[name] = 1 if shape == common else shape[0]
     return channels
-
-
-def _time_notes(
-    reader: FileReader,
-    listed: Sequence[dict[str, Variable]],
-    axis: dict[str, int],
-    names: Sequence[str],
-    rows: Sequence[int],
-) -> tuple[str, ...]:
-    """Check the coordinates of the axis of pairs; return a note if they are unevenly spaced.
-
-    Raises:
-        InputError: The coordinates do not increase.
-    """
-    variable = listed[0][names[0]]
-    coordinate = variable.dimensions[axis[names[0]]]
-    variables = [there.get(coordinate) for there in listed]
-    if not all(
-        v and v.shape == (n,) and v.dtype.kind in "iuf" and not v.problem for v, n in zip(variables, rows, strict=True)
-    ):
-        return (f"{coordinate} has no coordinates, so the spacing of the pairs was not checked",)
-    times = [reader.rows(v, 0, 0, n).astype(np.float64) for v, n in zip(variables, rows, strict=True) if v]
-    units = {str(there[coordinate].attributes.get("units", "")) for there in listed}
-    joined = [np.concatenate(times)] if len(units) == 1 else times
-    steps = np.concatenate([np.diff(each) for each in joined])
-    if len(steps) and not (steps > 0).all():
-        raise InputError(
-            f"source {variable.path}: the coordinates {coordinate} do not increase over all files, so pairs of states "
-            "would be wrong; name the files so that their order is that of time, and remove overlaps"
-        )
-    uneven = len(steps) > 0 and not math.isclose(steps.min(), steps.max(), rel_tol=1e-6)
-    return (f"{coordinate} has steps of {steps.min():g} to {steps.max():g}",) if uneven else ()
 
 
 def with_statistics(grid: Grid, numbers: dict[str, Moments]) -> tuple[VariableSpec, ...]:

@@ -35,7 +35,8 @@ _DEEPEST = 16  # groups within groups
 _MOST_VARIABLES = 10_000
 _LARGEST_METADATA = 16 << 20  # bytes of the metadata of a Zarr array
 _NETCDF_FILL = 9.969209968386869e36  # of float and double, where a file names no other
-_ATTRIBUTES = ("units", "scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned")
+_MARKS = ("_FillValue", "missing_value")
+_ATTRIBUTES = ("units", "calendar", "scale_factor", "add_offset", "_Unsigned", *_MARKS)
 _FILTERS = {1: "deflate", 2: "shuffle", 3: "fletcher32"}
 _CODECS = frozenset((
     "bytes", "transpose", "sharding_indexed", "blosc", "gzip", "zlib", "zstd", "lz4", "bz2", "lzma", "crc32", "crc32c",
@@ -54,7 +55,7 @@ class Variable:
         shape: Shape.
         dtype: Stored dtype.
         chunk: Shape of a chunk; None if the variable is contiguous.
-        attributes: Units, packing and the mark of missing numbers, as the file says.
+        attributes: Units, calendar, packing and the marks of missing numbers, as the file says.
         problem: Reason why the numbers cannot be read; "" if there is none.
         origin: Index in the file of the first element, if a part was selected.
     """
@@ -65,7 +66,7 @@ class Variable:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     chunk: tuple[int, ...] | None
-    attributes: dict[str, str | float]
+    attributes: dict[str, str | float | list[float]]
     problem: str = ""
     origin: tuple[int, ...] = ()
 
@@ -95,15 +96,18 @@ class Variable:
         return self.dimensions == (self.name.rpartition("/")[2],)
 
     @property
-    def missing(self) -> float | None:
-        """Stored number that marks a missing value, besides NaN."""
-        for key in ("_FillValue", "missing_value"):
-            if key in self.attributes:
-                marker = _number(self.attributes[key])
-                return marker if marker is not None and math.isfinite(marker) else None
-        if self.dtype.kind == "f" and self.path.suffix.lower() in _NETCDF:
-            return float(self.dtype.type(_NETCDF_FILL)) if self.dtype.itemsize > 2 else None
-        return None
+    def missing(self) -> tuple[float, ...]:
+        """Stored numbers that mark missing values, besides NaN: only those that the dtype can hold."""
+        if self.dtype.kind not in "iuf":
+            return ()
+        named = [key for key in _MARKS if key in self.attributes]
+        marks = [mark for key in named for mark in _numbers(self.attributes[key])]
+        if not named and self.dtype.kind == "f" and self.dtype.itemsize > 2 and self.path.suffix.lower() in _NETCDF:
+            marks = [_NETCDF_FILL]
+        with np.errstate(all="ignore"):
+            stored = np.array(marks, np.float64).astype(self.dtype).astype(np.float64).tolist()
+        pairs = zip(stored, marks, strict=True)
+        return tuple(sorted({s for s, mark in pairs if math.isfinite(s) and (s == mark or self.dtype.kind == "f")}))
 
     def number(self, attribute: str, default: float) -> float:
         """Return an attribute that is a finite number.
@@ -121,18 +125,32 @@ class Variable:
         return value
 
 
-def _number(value: Any) -> float | None:
+def _numbers(value: Any) -> list[float]:
+    """Return the numbers of an attribute; none if it contains something else."""
     try:
-        return float(np.asarray(value).reshape(-1)[0])
-    except (TypeError, ValueError, IndexError):
-        return None
+        numbers: list[float] = np.asarray(value).reshape(-1).astype(np.float64).tolist()
+    except (TypeError, ValueError):
+        return []
+    return numbers
+
+
+def _number(value: Any) -> float | None:
+    return next(iter(_numbers(value)), None)
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turn any error that a library raises about a file into an InputError of one line."""
     with os_errors(f"source {path} cannot be read"), refusing(f"source {path} is damaged", "restore it"):
-        yield
+        try:
+            yield
+        except OSError as error:
+            if error.errno is not None:  # an error of the disk, not of HDF5
+                raise
+            if "already open for write" in str(error):
+                fix = "wait until it ends, or run h5clear -s if it died"
+                raise InputError(f"source {path} is open in a program that writes it; {fix}") from None
+            raise ValueError(error) from error
 
 
 def is_store(path: Path) -> bool:
@@ -235,18 +253,32 @@ def _hdf5_variables(path: Path) -> Iterator[Variable]:
         if file.userblock_size:
             raise InputError(f"source {path} has a user block; copy it with h5repack -u NONE, or h5copy")
         for name, dataset in _data_sets(file, "", 0):
+            if dataset is None:
+                yield _unreadable(path, name, "it is a link into another file, and such links are not followed")
+                continue
             plist = dataset.id.get_create_plist()
-            elsewhere = plist.get_external_count() or dataset.is_virtual  # in other files, which may be anybody's
-            if dataset.shape is None or elsewhere or _is_dimension_only(dataset):
+            if plist.get_external_count() or dataset.is_virtual:  # in other files, which may be anybody's
+                yield _unreadable(path, name, "its numbers lie in other files, which are not opened")
+                continue
+            if dataset.shape is None or _is_dimension_only(dataset):
                 continue
             dimensions, attributes = _dimensions(name, dataset), _attributes(dataset.attrs)
             problem = _storage_problem(dataset)
             yield Variable(path, name, dimensions, dataset.shape, dataset.dtype, dataset.chunks, attributes, problem)
 
 
+def _unreadable(path: Path, name: str, problem: str) -> Variable:
+    """Return a variable that matters only if it is chosen."""
+    return Variable(path, name, (), (), np.dtype("V1"), None, {}, problem)
+
+
 def _storage_problem(dataset: h5py.Dataset) -> str:
-    """Return a problem if the file's content does not fill the shape, which may claim terabytes."""
+    """Return a problem if the file's content does not fill the shape, which may claim terabytes, or needs a plugin."""
     size, chunk = dataset.id.get_storage_size(), dataset.chunks
+    plist = dataset.id.get_create_plist()
+    for code in (plist.get_filter(number)[0] for number in range(plist.get_nfilters())):
+        if not h5py.h5z.filter_avail(code):
+            return f"it needs a plugin for the HDF5 filter {code} in a folder of HDF5_PLUGIN_PATH, as hdf5plugin has it"
     if chunk is None:
         written = size >= math.prod(dataset.shape) * dataset.dtype.itemsize
     else:
@@ -257,15 +289,15 @@ def _storage_problem(dataset: h5py.Dataset) -> str:
     return "" if written else "parts of it were never written"
 
 
-def _attributes(attributes: Any) -> dict[str, str | float]:
+def _attributes(attributes: Any) -> dict[str, str | float | list[float]]:
     """Return the attributes that have a meaning here, from a mapping of any."""
-    values: dict[str, str | float] = {}
+    values: dict[str, str | float | list[float]] = {}
     for key in _ATTRIBUTES:
         if key in attributes:
             value = attributes[key]
             value = value.decode(errors="replace") if isinstance(value, bytes) else value
             number = None if isinstance(value, str) else _number(value)
-            values[key] = str(value) if number is None else number
+            values[key] = _numbers(value) if key in _MARKS else str(value) if number is None else number
     return values
 
 
@@ -303,11 +335,15 @@ def _chunk_places(dataset: h5py.Dataset) -> npt.NDArray[np.int64]:
     return result
 
 
-def _data_sets(group: h5py.Group, prefix: str, depth: int) -> Iterator[tuple[str, h5py.Dataset]]:
+def _data_sets(group: h5py.Group, prefix: str, depth: int) -> Iterator[tuple[str, h5py.Dataset | None]]:
+    """Yield the data sets of a group and of those in it, with their names; None for a link into another file."""
     for count, name in enumerate(group):
         if count >= _MOST_VARIABLES or depth > _DEEPEST:
             raise ValueError("too many variables or groups")
-        if isinstance(group.get(name, getlink=True), h5py.HardLink):
+        link = group.get(name, getlink=True)
+        if isinstance(link, h5py.ExternalLink):
+            yield prefix + name, None
+        elif isinstance(link, h5py.HardLink):
             item = group[name]
             if isinstance(item, h5py.Dataset):
                 yield prefix + name, item
@@ -341,7 +377,7 @@ def _zarr_variables(path: Path) -> Iterator[Variable]:
             yield _zarr_variable(path, name)
         except (KeyError, TypeError, ValueError, AttributeError) as error:  # perhaps never chosen
             reason = f"its metadata is damaged or unusual ({type(error).__name__}: {error})"
-            yield Variable(path, name, (), (), np.dtype("V1"), None, {}, printable(reason, 300))
+            yield _unreadable(path, name, printable(reason, 300))
 
 
 def _zarr_variable(path: Path, name: str) -> Variable:
