@@ -101,6 +101,9 @@ class WholeTensor(torch.Tensor):
     def tolist(self) -> Any:
         return self.whole().tolist()
 
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.whole().clone().__dlpack__(**options)
+
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the memory of a copy; `storage()` reads it."""
         return self.whole().clone().untyped_storage()
@@ -130,6 +133,9 @@ class WholeTensor(torch.Tensor):
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.clone()
 
+    def apply_(self, function: Callable[[float], float]) -> torch.Tensor:
+        return self.copy_(self.whole().clone().apply_(function))
+
     def data_ptr(self) -> int:
         raise RuntimeError("mpitrain.run: a batch lies on several ranks and has no address; copy it with numpy()")
 
@@ -157,6 +163,23 @@ class BatchTensor(WholeTensor):
         if session.results is not None:
             session.results.append(self)
         return self
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Replace the content, which torch does for memory alone. Views keep the one that they were taken of."""
+        if type(value) is not BatchTensor:
+            whole = value.whole() if isinstance(value, WholeTensor) else value
+            at, rows, shape = self.division.at, self.division.rows, tuple(whole.shape)
+            if whole.dim() <= at or shape[at] != rows.total:
+                raise RuntimeError(f"mpitrain.run: x.data = y for a batch needs a y of {rows.total} rows, not {shape}")
+            local = rows.cut(whole.detach(), at).clone()
+            value = BatchTensor(self.session, local, self.session.layouts.of(local, at, rows))
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.local, self.division, self.memory, self._copy = value.local, value.division, value.memory, None
 
     def whole(self) -> torch.Tensor:
         """Return the gathered batch, to be read only. Collective."""
@@ -238,6 +261,8 @@ class BatchView(WholeTensor):
     """
 
     base: Any
+    root: BatchTensor
+    memory: BatchMemory
     source: torch.Tensor
     value: torch.Tensor
     take: Callable[..., torch.Tensor]
@@ -250,6 +275,8 @@ class BatchView(WholeTensor):
         )
         self.session, self.base, self.take = base.session, base, take
         self.source, self.value = base.viewed(), value
+        self.root = base.root if isinstance(base, BatchView) else base
+        self.memory = self.root.memory
         return self
 
     @property
@@ -258,8 +285,12 @@ class BatchView(WholeTensor):
 
     def whole(self) -> torch.Tensor:
         """Return the view of the batch as it is now. Collective if the batch was written."""
+        if self.root.memory is not self.memory:
+            return self.value  # the batch got another content, x.data = ...
         source = self.base.viewed()
         if source is not self.source:
+            if source.shape != self.source.shape:
+                raise RuntimeError("mpitrain.run: a batch changed its shape in place, so this view of it is lost")
             self.source, self.value = source, self.take(source)
         return self.value
 
@@ -273,10 +304,8 @@ class BatchView(WholeTensor):
 
     def store(self) -> None:
         """Take the rows of the batch from the gathered copy, after a write to this view."""
-        base = self.base
-        while isinstance(base, BatchView):
-            base = base.base
-        base.store(base.viewed())
+        if self.root.memory is self.memory:
+            self.root.store(self.root.viewed())
 
 
 # -- dispatch
@@ -326,6 +355,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             session.plans.clear()
         prepared = session.plans[known] = plan(func, args, kwargs)
     if prepared is GATHER:
+        if torch.Tag.inplace_view in func.tags:
+            return _reshape_in_place(batch, func, args, kwargs)
         if func._can_decompose():
             return func.decompose(*args, **kwargs)
         if func is aten.addmm.default and not kwargs:
@@ -412,6 +443,20 @@ def _dispatch_others(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         for view in {id(x): x for x in _written(func, args, kwargs) if isinstance(x, BatchView)}.values():
             view.store()
     return tree_map(lambda y: originals.get(id(y), y), out)
+
+
+def _reshape_in_place(batch: BatchTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchTensor:
+    """Change the shape of a batch as its view has it, as in x.unsqueeze_(1)."""
+    name = func._schema.name.removeprefix("aten::")
+    function = getattr(aten, name.removesuffix("_"), None)
+    out = function(*args, **kwargs) if function is not None else None
+    if type(out) is not BatchTensor or out.memory is not batch.memory:
+        raise RuntimeError(f"mpitrain.run: {name} cannot change a batch in place; use a copy of it (x.clone())")
+    with torch.utils._mode_utils.no_dispatch():
+        func(batch, *args[1:], **kwargs)
+    batch.local, batch.division, batch._copy = out.local, out.division, None
+    batch.memory.write()
+    return batch
 
 
 def _run_gathered(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
