@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import Dataset, _utils, dataloader
 
 from mpitrain.run.checks import sum_of_bits
-from mpitrain.run.layouts import Rows
+from mpitrain.run.layouts import BatchMemory, Rows
 from mpitrain.run.regions import Regions
 from mpitrain.run.session import ScriptRun
-from mpitrain.run.tensors import BatchMemory, BatchTensor, WholeTensor
+from mpitrain.run.tensors import BatchTensor, WholeTensor
 from mpitrain.run.workers import use_in_every_loader
 
 CHECK_EVERY = 10  # batches between two comparisons of what ranks cut

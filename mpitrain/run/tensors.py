@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from mpitrain.run.layouts import RowLayout
+from mpitrain.run.layouts import BatchMemory, RowLayout
 from mpitrain.run.pending import Cell
 from mpitrain.run.rules import (
     AS_IS,
@@ -41,25 +41,6 @@ from mpitrain.run.specials import SPECIALS, OnRows, Summand
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MOST_PLANS = 20_000
 _NUMBER_WIDTH = 7  # len("tensor("), by which torch indents
-
-
-class BatchMemory:
-    """Memory of a batch, which its views share.
-
-    Attributes:
-        version: Number of writes.
-        origin: Tensor of the script whose rows were copied, which must follow writes; None for a batch of its own.
-    """
-
-    __slots__ = ("origin", "version")
-
-    def __init__(self, origin: torch.Tensor | None = None) -> None:
-        self.version = 0
-        self.origin = origin
-
-    def write(self) -> None:
-        """Record a write."""
-        self.version += 1
 
 
 class WholeTensor(torch.Tensor):
@@ -109,7 +90,7 @@ class WholeTensor(torch.Tensor):
         return self.whole().clone().untyped_storage()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.numpy(force=True), dtype)
+        return np.array(self.numpy(force=True), dtype, copy=copy)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         text = repr(self.whole().detach())
@@ -183,6 +164,8 @@ class BatchTensor(WholeTensor):
 
     def whole(self) -> torch.Tensor:
         """Return the gathered batch, to be read only. Collective."""
+        if self.memory.arrays:
+            self.read_arrays()
         if self._copy is not None and self._copied_at == self.memory.version:
             return self._copy
         gathered = self.session.gather(self.local.detach(), self.division.at, self.division.rows)
@@ -194,6 +177,24 @@ class BatchTensor(WholeTensor):
         distinct = tuple(slice(0, 1) if n == 0 else slice(None) for n in self.division.strides)  # of an expanded batch
         shaped[distinct].copy_(gathered[distinct])
         return shaped
+
+    def numpy(self, **options: Any) -> np.ndarray:
+        """Return an array that has the values of the batch, also after writes to one of the two. Collective."""
+        return self.followed().numpy(**options)
+
+    def followed(self) -> torch.Tensor:
+        """Return the gathered batch, which the script may write as the memory of an array. Collective."""
+        copy = self.viewed()
+        if not any(each is copy for _, _, each, _ in self.memory.arrays):
+            self.memory.arrays.append((self.local.detach(), self.division, copy, copy.clone()))
+        return copy
+
+    def read_arrays(self) -> None:
+        """Take what the script has written to arrays of the batch, on all ranks alike. Collective if it has."""
+        for local, layout, array, before in self.memory.arrays:
+            if not torch.equal(array, before):
+                local.copy_(layout.rows.cut(array, layout.at))
+                self.record_write()
 
     def viewed(self) -> torch.Tensor:
         """Return the gathered batch, and keep it for views of it. Collective."""
@@ -209,13 +210,12 @@ class BatchTensor(WholeTensor):
             self._copied_at = self.memory.version
 
     def record_write(self) -> None:
-        """Record that this rank's rows were written, and let the tensor they were copied from follow."""
+        """Record that this rank's rows were written, and let arrays follow. Collective if there are any."""
         self.memory.write()
-        origin = self.memory.origin
-        if origin is not None:
-            raise RuntimeError(
-                "mpitrain.run: the model writes into its input, a tensor of the script; pass it a copy (x.clone())"
-            )
+        for local, layout, array, before in self.memory.arrays:
+            before.copy_(array.copy_(self.session.gather(local, layout.at, layout.rows)))
+        if self.memory.origin is not None:
+            raise RuntimeError("mpitrain.run: the model writes into its input; pass it a copy (x.clone())")
 
 
 class PendingSum(WholeTensor):
@@ -294,6 +294,13 @@ class BatchView(WholeTensor):
             self.source, self.value = source, self.take(source)
         return self.value
 
+    def numpy(self, **options: Any) -> np.ndarray:
+        """Return an array of the view, see `BatchTensor.numpy`. Collective if the batch was written."""
+        value = self.whole()
+        if self.root.memory is self.memory:
+            self.root.followed()
+        return value.numpy(**options)
+
     def viewed(self) -> torch.Tensor:
         """Return the view, for views of it. Collective if the batch was written."""
         return self.whole()
@@ -324,6 +331,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for x in (*args, *kwargs, *kwargs.values()):
         kind = type(x)
         if kind is BatchTensor:
+            if x.memory.arrays:
+                x.read_arrays()
             key.append(x.division)
             batch = x
         elif kind in _PLAIN:
@@ -333,6 +342,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         elif kind is list or kind is tuple:
             for y in x:
                 if type(y) is BatchTensor:
+                    if y.memory.arrays:
+                        y.read_arrays()
                     batch = y
                 elif isinstance(y, WholeTensor):
                     return _dispatch_others(func, args, kwargs)

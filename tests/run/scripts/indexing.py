@@ -54,3 +54,10 @@ for x, y in DataLoader(TensorDataset(torch.arange(14.0).view(7, 2), torch.arange
     )
     print(torch.add(x, y.unsqueeze_(1), out=torch.empty(x.shape)), y.squeeze_(), delta.detach().t_(), y.apply_(abs))
     print(torch.func.vmap(torch.func.grad(lambda w, row: (row @ w).square()), (None, 0))(w.detach(), delta.detach()))
+    array, part, same = x.numpy(), x[1].numpy(), np.asarray(x.detach())
+    array += 1  # reaches the batch, its views and other arrays, as their writes reach the array
+    x[:, 0] = 4
+    part *= 2
+    row = x[0]
+    same[0] = 6
+    print(array, part, same, row, x, (x * w).detach().numpy().sort(), (x * w).sum().item())
