@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 import torch
+from torch.jit import _builtins
 from torch.utils import _device
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import Dataset, _utils, dataloader
@@ -203,6 +204,8 @@ def _reading_elements(original: Any) -> Any:
             args, kwargs = tree_unflatten([x.whole() if isinstance(x, WholeTensor) else x for x in leaves], spec)
             return original(*args, **kwargs)
 
+    if (operation := _builtins._find_builtin(original)) is not None:
+        _builtins._register_builtin(function, operation)  # for torch.jit.script
     return function
 
 
