@@ -11,18 +11,21 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, TypeGuard
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.jit import _builtins
+from torch.utils import _device
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import Dataset, _utils, dataloader
 
 from mpitrain.run.checks import sum_of_bits
-from mpitrain.run.layouts import Rows
+from mpitrain.run.layouts import BatchMemory, Rows
 from mpitrain.run.regions import Regions
 from mpitrain.run.session import ScriptRun
-from mpitrain.run.tensors import BatchMemory, BatchTensor
+from mpitrain.run.tensors import BatchTensor, WholeTensor
 from mpitrain.run.workers import use_in_every_loader
 
 CHECK_EVERY = 10  # batches between two comparisons of what ranks cut
@@ -78,6 +81,9 @@ class Batches:
         _utils.fetch._MapDatasetFetcher.fetch = fetch_rows  # type: ignore[method-assign]
         dataloader._BaseDataLoaderIter.__next__ = next_batch  # type: ignore[method-assign]
         use_in_every_loader()
+        _device._device_constructors()  # remembers torch's functions
+        for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (torch.Tensor, "new_tensor")):
+            setattr(owner, name, _reading_elements(getattr(owner, name)))
         torch.nn.Module.__call__ = call_module  # type: ignore[method-assign]
 
     def forget(self) -> None:
@@ -182,6 +188,25 @@ class Batches:
             return _CutRows.apply(x, self._session, dim, rows) if fits else x
 
         return [cut(x) for x in args], {name: cut(x) for name, x in kwargs.items()}
+
+
+def _reading_elements(original: Any) -> Any:
+    """Return a function that makes a tensor of data, such as a list with elements of a batch."""
+
+    @wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except RuntimeError:  # torch reads elements from memory
+            leaves, spec = tree_flatten((args, kwargs))
+            if not any(isinstance(x, WholeTensor) for x in leaves):
+                raise
+            args, kwargs = tree_unflatten([x.whole() if isinstance(x, WholeTensor) else x for x in leaves], spec)
+            return original(*args, **kwargs)
+
+    if (operation := _builtins._find_builtin(original)) is not None:
+        _builtins._register_builtin(function, operation)  # for torch.jit.script
+    return function
 
 
 def _is_dense(x: Any) -> TypeGuard[torch.Tensor]:

@@ -61,6 +61,8 @@ def _rows(place: Place, x: Any) -> Any:
     if x is None:
         return None
     at, rows = place
+    if type(x) is BatchTensor and x.memory.arrays:
+        x.read_arrays()
     if type(x) is BatchTensor and x.division.at == at and x.division.rows is rows:
         return x.local.detach()
     return rows.cut(x.whole() if isinstance(x, WholeTensor) else x, at).clone()

@@ -1,4 +1,4 @@
-"""Rows of a batch: which rank has which of them, and the layout of a tensor that is divided by rows."""
+"""Rows of a batch: which rank has which of them, the layout of a tensor that is divided by rows, and its memory."""
 
 from __future__ import annotations
 
@@ -56,6 +56,28 @@ class RowLayout:
     dtype: torch.dtype
     at: int
     rows: Rows
+
+
+class BatchMemory:
+    """Memory of a batch, which its views share.
+
+    Attributes:
+        version: Number of writes.
+        origin: Tensor of the script whose rows were copied, which must follow writes; None for a batch of its own.
+        arrays: For each NumPy array of the batch this rank's rows, their layout, the whole tensor that is the memory of
+            the array, and a copy of it, which differs after the script has written to the array.
+    """
+
+    __slots__ = ("arrays", "origin", "version")
+
+    def __init__(self, origin: torch.Tensor | None = None) -> None:
+        self.version = 0
+        self.origin = origin
+        self.arrays: list[tuple[torch.Tensor, RowLayout, torch.Tensor, torch.Tensor]] = []
+
+    def write(self) -> None:
+        """Record a write."""
+        self.version += 1
 
 
 class Layouts:

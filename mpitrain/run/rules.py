@@ -125,7 +125,7 @@ def plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationP
     planner = PLANNERS.get(func)
     if planner is None and torch.Tag.nondeterministic_seeded in func.tags:
         return GATHER  # every rank draws for the whole batch
-    if planner is None and torch.Tag.pointwise in func.tags:
+    if planner is None and torch.Tag.pointwise in func.tags and func is not aten.equal.default:
         planner = _pointwise
     try:
         return planner(func, args, kwargs) if planner is not None else GATHER
@@ -264,7 +264,8 @@ def _outcome(whole: Any, local: Any, rows: Rows) -> RowsOutcome | str | None:
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationPlan:
     """Plan an operation on single elements, with broadcasting."""
     in_place = func._schema.is_mutable
-    need(not in_place or (bool(args) and layout_of(args[0]) is not None))
+    first = func._schema.arguments[0].alias_info
+    need(not in_place or (bool(args) and layout_of(args[0]) is not None and first is not None and first.is_write))
     lead = layout_of(lead_of((*args, *kwargs.values())))
     assert lead is not None
     end = lead.at - len(lead.shape)  # the divided dimension, counted from the last

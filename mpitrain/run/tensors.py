@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from mpitrain.run.layouts import RowLayout
+from mpitrain.run.layouts import BatchMemory, RowLayout
 from mpitrain.run.pending import Cell
 from mpitrain.run.rules import (
     AS_IS,
@@ -41,25 +41,6 @@ from mpitrain.run.specials import SPECIALS, OnRows, Summand
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MOST_PLANS = 20_000
 _NUMBER_WIDTH = 7  # len("tensor("), by which torch indents
-
-
-class BatchMemory:
-    """Memory of a batch, which its views share.
-
-    Attributes:
-        version: Number of writes.
-        origin: Tensor of the script whose rows were copied, which must follow writes; None for a batch of its own.
-    """
-
-    __slots__ = ("origin", "version")
-
-    def __init__(self, origin: torch.Tensor | None = None) -> None:
-        self.version = 0
-        self.origin = origin
-
-    def write(self) -> None:
-        """Record a write."""
-        self.version += 1
 
 
 class WholeTensor(torch.Tensor):
@@ -101,12 +82,15 @@ class WholeTensor(torch.Tensor):
     def tolist(self) -> Any:
         return self.whole().tolist()
 
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.whole().clone().__dlpack__(**options)
+
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the memory of a copy; `storage()` reads it."""
         return self.whole().clone().untyped_storage()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.numpy(force=True), dtype)
+        return np.array(self.numpy(force=True), dtype, copy=copy)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         text = repr(self.whole().detach())
@@ -129,6 +113,9 @@ class WholeTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.clone()
+
+    def apply_(self, function: Callable[[float], float]) -> torch.Tensor:
+        return self.copy_(self.whole().clone().apply_(function))
 
     def data_ptr(self) -> int:
         raise RuntimeError("mpitrain.run: a batch lies on several ranks and has no address; copy it with numpy()")
@@ -158,8 +145,27 @@ class BatchTensor(WholeTensor):
             session.results.append(self)
         return self
 
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Replace the content, which torch does for memory alone. Views keep the one that they were taken of."""
+        if type(value) is not BatchTensor:
+            whole = value.whole() if isinstance(value, WholeTensor) else value
+            at, rows, shape = self.division.at, self.division.rows, tuple(whole.shape)
+            if whole.dim() <= at or shape[at] != rows.total:
+                raise RuntimeError(f"mpitrain.run: x.data = y for a batch needs a y of {rows.total} rows, not {shape}")
+            local = rows.cut(whole.detach(), at).clone()
+            value = BatchTensor(self.session, local, self.session.layouts.of(local, at, rows))
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.local, self.division, self.memory, self._copy = value.local, value.division, value.memory, None
+
     def whole(self) -> torch.Tensor:
         """Return the gathered batch, to be read only. Collective."""
+        if self.memory.arrays:
+            self.read_arrays()
         if self._copy is not None and self._copied_at == self.memory.version:
             return self._copy
         gathered = self.session.gather(self.local.detach(), self.division.at, self.division.rows)
@@ -171,6 +177,24 @@ class BatchTensor(WholeTensor):
         distinct = tuple(slice(0, 1) if n == 0 else slice(None) for n in self.division.strides)  # of an expanded batch
         shaped[distinct].copy_(gathered[distinct])
         return shaped
+
+    def numpy(self, **options: Any) -> np.ndarray:
+        """Return an array that has the values of the batch, also after writes to one of the two. Collective."""
+        return self.followed().numpy(**options)
+
+    def followed(self) -> torch.Tensor:
+        """Return the gathered batch, which the script may write as the memory of an array. Collective."""
+        copy = self.viewed()
+        if not any(each is copy for _, _, each, _ in self.memory.arrays):
+            self.memory.arrays.append((self.local.detach(), self.division, copy, copy.clone()))
+        return copy
+
+    def read_arrays(self) -> None:
+        """Take what the script has written to arrays of the batch, on all ranks alike. Collective if it has."""
+        for local, layout, array, before in self.memory.arrays:
+            if not torch.equal(array, before):
+                local.copy_(layout.rows.cut(array, layout.at))
+                self.record_write()
 
     def viewed(self) -> torch.Tensor:
         """Return the gathered batch, and keep it for views of it. Collective."""
@@ -186,13 +210,12 @@ class BatchTensor(WholeTensor):
             self._copied_at = self.memory.version
 
     def record_write(self) -> None:
-        """Record that this rank's rows were written, and let the tensor they were copied from follow."""
+        """Record that this rank's rows were written, and let arrays follow. Collective if there are any."""
         self.memory.write()
-        origin = self.memory.origin
-        if origin is not None:
-            raise RuntimeError(
-                "mpitrain.run: the model writes into its input, a tensor of the script; pass it a copy (x.clone())"
-            )
+        for local, layout, array, before in self.memory.arrays:
+            before.copy_(array.copy_(self.session.gather(local, layout.at, layout.rows)))
+        if self.memory.origin is not None:
+            raise RuntimeError("mpitrain.run: the model writes into its input; pass it a copy (x.clone())")
 
 
 class PendingSum(WholeTensor):
@@ -238,6 +261,8 @@ class BatchView(WholeTensor):
     """
 
     base: Any
+    root: BatchTensor
+    memory: BatchMemory
     source: torch.Tensor
     value: torch.Tensor
     take: Callable[..., torch.Tensor]
@@ -250,6 +275,8 @@ class BatchView(WholeTensor):
         )
         self.session, self.base, self.take = base.session, base, take
         self.source, self.value = base.viewed(), value
+        self.root = base.root if isinstance(base, BatchView) else base
+        self.memory = self.root.memory
         return self
 
     @property
@@ -258,10 +285,21 @@ class BatchView(WholeTensor):
 
     def whole(self) -> torch.Tensor:
         """Return the view of the batch as it is now. Collective if the batch was written."""
+        if self.root.memory is not self.memory:
+            return self.value  # the batch got another content, x.data = ...
         source = self.base.viewed()
         if source is not self.source:
+            if source.shape != self.source.shape:
+                raise RuntimeError("mpitrain.run: a batch changed its shape in place, so this view of it is lost")
             self.source, self.value = source, self.take(source)
         return self.value
+
+    def numpy(self, **options: Any) -> np.ndarray:
+        """Return an array of the view, see `BatchTensor.numpy`. Collective if the batch was written."""
+        value = self.whole()
+        if self.root.memory is self.memory:
+            self.root.followed()
+        return value.numpy(**options)
 
     def viewed(self) -> torch.Tensor:
         """Return the view, for views of it. Collective if the batch was written."""
@@ -273,10 +311,8 @@ class BatchView(WholeTensor):
 
     def store(self) -> None:
         """Take the rows of the batch from the gathered copy, after a write to this view."""
-        base = self.base
-        while isinstance(base, BatchView):
-            base = base.base
-        base.store(base.viewed())
+        if self.root.memory is self.memory:
+            self.root.store(self.root.viewed())
 
 
 # -- dispatch
@@ -295,6 +331,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for x in (*args, *kwargs, *kwargs.values()):
         kind = type(x)
         if kind is BatchTensor:
+            if x.memory.arrays:
+                x.read_arrays()
             key.append(x.division)
             batch = x
         elif kind in _PLAIN:
@@ -304,6 +342,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         elif kind is list or kind is tuple:
             for y in x:
                 if type(y) is BatchTensor:
+                    if y.memory.arrays:
+                        y.read_arrays()
                     batch = y
                 elif isinstance(y, WholeTensor):
                     return _dispatch_others(func, args, kwargs)
@@ -326,6 +366,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             session.plans.clear()
         prepared = session.plans[known] = plan(func, args, kwargs)
     if prepared is GATHER:
+        if torch.Tag.inplace_view in func.tags:
+            return _reshape_in_place(batch, func, args, kwargs)
         if func._can_decompose():
             return func.decompose(*args, **kwargs)
         if func is aten.addmm.default and not kwargs:
@@ -412,6 +454,20 @@ def _dispatch_others(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         for view in {id(x): x for x in _written(func, args, kwargs) if isinstance(x, BatchView)}.values():
             view.store()
     return tree_map(lambda y: originals.get(id(y), y), out)
+
+
+def _reshape_in_place(batch: BatchTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchTensor:
+    """Change the shape of a batch as its view has it, as in x.unsqueeze_(1)."""
+    name = func._schema.name.removeprefix("aten::")
+    function = getattr(aten, name.removesuffix("_"), None)
+    out = function(*args, **kwargs) if function is not None else None
+    if type(out) is not BatchTensor or out.memory is not batch.memory:
+        raise RuntimeError(f"mpitrain.run: {name} cannot change a batch in place; use a copy of it (x.clone())")
+    with torch.utils._mode_utils.no_dispatch():
+        func(batch, *args[1:], **kwargs)
+    batch.local, batch.division, batch._copy = out.local, out.division, None
+    batch.memory.write()
+    return batch
 
 
 def _run_gathered(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -41,3 +41,23 @@ for x, y in DataLoader(TensorDataset(torch.arange(14.0).view(7, 2), torch.arange
     loss = x[0].sum() + x[:2].mean()
     x.zero_()
     print(loss, x, row)
+    delta = torch.zeros_like(x, requires_grad=True)  # an attack on a model: the content of a batch is replaced
+    for _ in range(2):
+        ((x + 3 + delta) * w).square().sum().backward()
+        delta.data = torch.clamp(delta + 0.5 * delta.grad.sign(), -0.7, 0.7)
+        delta.grad.zero_()
+    before = delta.detach()[0]
+    delta.data = torch.ones(delta.shape)
+    print(delta, before, torch.equal(x, x.clone()), torch.allclose(x, delta), torch.from_dlpack(x).sum())
+    print(
+        torch.tensor([y[0], 3]), torch.tensor([[a, b] for a, b in zip(y, x[:, 0], strict=True)]), w.new_tensor([y[1]])
+    )
+    print(torch.add(x, y.unsqueeze_(1), out=torch.empty(x.shape)), y.squeeze_(), delta.detach().t_(), y.apply_(abs))
+    print(torch.func.vmap(torch.func.grad(lambda w, row: (row @ w).square()), (None, 0))(w.detach(), delta.detach()))
+    array, part, same = x.numpy(), x[1].numpy(), np.asarray(x.detach())
+    array += 1  # reaches the batch, its views and other arrays, as their writes reach the array
+    x[:, 0] = 4
+    part *= 2
+    row = x[0]
+    same[0] = 6
+    print(array, part, same, row, x, (x * w).detach().numpy().sort(), (x * w).sum().item())
