@@ -121,6 +121,8 @@ class Observation(TorchFunctionMode):
                 self._report()
         elif name in _READS or name in ("__set__", "__delete__"):
             self._report()
+        elif name in ("squeeze", "squeeze_") and _drops_single_rows(*args, **kwargs):
+            self._report()
         if torch._C._functorch.peek_interpreter_stack() is not None:
             self._report()
         counts = [x for x in tree_flatten((args, kwargs))[0] if type(x) is BatchCount]
@@ -156,6 +158,14 @@ class Observation(TorchFunctionMode):
         place = [(places[0], session.layouts.share(int(count)))]
         out: torch.Tensor = leave(session, place, enter(session, place, [x]))[0]
         return out
+
+
+def _drops_single_rows(x: Any, dim: Any = None, **options: Any) -> bool:
+    """Return whether `squeeze` would drop the dimension of the rows on a rank that has one row of a batch."""
+    if type(x) is not BatchTensor or 1 not in x.division.rows.counts:
+        return False
+    dims = dim if isinstance(dim, (list, tuple)) else range(x.dim()) if dim is None else [dim]
+    return x.division.at in [d % x.dim() for d in dims]
 
 
 class Witness:
