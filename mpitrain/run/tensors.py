@@ -416,6 +416,8 @@ def _dispatch_others(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _run_gathered(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Perform an operation on the gathered batch, on every rank."""
+    if torch.Tag.inplace_view in func.tags:
+        return _move_in_place(func, args, kwargs)
     session.crossings += 1
     session.gathered[f"{func._schema.name.removeprefix('aten::')}{session.place()}"] += 1
     if aliases(func) and isinstance(args[0], BatchTensor):
@@ -433,6 +435,19 @@ def _run_gathered(session: ScriptRun, func: Any, args: tuple[Any, ...], kwargs: 
             if id(x) in written:
                 x.store(value)
     return tree_map(lambda y: originals.get(id(y), y), out)
+
+
+def _move_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Change the shape of a batch, as `transpose_` does, to that of the view with the same name."""
+    x, name = args[0], func._schema.name.removeprefix("aten::")
+    moved = getattr(aten, name.removesuffix("_"))(*args, **kwargs) if isinstance(x, BatchTensor) else None
+    if not isinstance(moved, BatchTensor) or moved.memory is not x.memory or x._copy is not None:
+        raise RuntimeError(f"mpitrain.run: {name} would change the shape of a batch, which lies on several ranks, "
+                           f"across its rows; use {name.removesuffix('_')}")  # fmt: skip
+    with torch.utils._mode_utils.no_dispatch():
+        func(*args, **kwargs)
+    x.local, x.division = moved.local, moved.division
+    return x
 
 
 def _view_of(base: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
