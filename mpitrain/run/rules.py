@@ -125,7 +125,7 @@ def plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationP
     planner = PLANNERS.get(func)
     if planner is None and torch.Tag.nondeterministic_seeded in func.tags:
         return GATHER  # every rank draws for the whole batch
-    if planner is None and torch.Tag.pointwise in func.tags:
+    if planner is None and torch.Tag.pointwise in func.tags and func is not aten.equal.default:
         planner = _pointwise
     try:
         return planner(func, args, kwargs) if planner is not None else GATHER

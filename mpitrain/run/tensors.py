@@ -92,6 +92,11 @@ class WholeTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return dispatch(func, args, kwargs or {})
 
+    def _set_data(self, value: torch.Tensor) -> None:
+        raise RuntimeError("mpitrain.run: the data of a view across the rows of a batch cannot be replaced; use copy_()")
+
+    data = property(torch.Tensor.data.__get__, lambda self, value: self._set_data(value))
+
     def numpy(self, **options: Any) -> np.ndarray:
         """Return a copy that cannot be written, because writes would not reach the batch."""
         array = self.whole().clone().numpy(**options)
@@ -185,6 +190,18 @@ class BatchTensor(WholeTensor):
         if whole is self._copy:
             self._copied_at = self.memory.version
 
+    def _set_data(self, value: Any) -> None:
+        at, rows = self.division.at, self.division.rows
+        if not isinstance(value, BatchTensor):
+            whole = value.whole() if isinstance(value, WholeTensor) else value
+            if whole.dim() <= at or whole.shape[at] != rows.total:
+                raise RuntimeError("mpitrain.run: the new data of a batch has another number of rows; use a new name")
+            local = rows.cut(whole, at).clone()
+            value = BatchTensor(self.session, local, self.session.layouts.of(local, at, rows))
+        self.session.crossings += 1
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.local, self.division, self.memory, self._copy = value.local, value.division, value.memory, None
+
     def record_write(self) -> None:
         """Record that this rank's rows were written, and let the tensor they were copied from follow."""
         self.memory.write()
@@ -212,6 +229,9 @@ class PendingSum(WholeTensor):
     @property
     def local(self) -> torch.Tensor:  # type: ignore[override]
         return _view(self.cell.local, self.views)
+
+    def _set_data(self, value: torch.Tensor) -> None:
+        self.detach().copy_(value)
 
     def whole(self) -> torch.Tensor:
         """Return the sum. Collective if it is pending."""
