@@ -119,9 +119,7 @@ class Observation(TorchFunctionMode):
             name = func.__self__.__name__
             if name not in _PROPERTIES:
                 self._report()
-        elif name in _READS or name in ("__set__", "__delete__"):
-            self._report()
-        elif name in ("squeeze", "squeeze_") and _drops_single_rows(*args, **kwargs):
+        elif name in _READS or name in ("__set__", "__delete__") or _drops_single_rows(name, args, kwargs):
             self._report()
         if torch._C._functorch.peek_interpreter_stack() is not None:
             self._report()
@@ -160,12 +158,14 @@ class Observation(TorchFunctionMode):
         return out
 
 
-def _drops_single_rows(x: Any, dim: Any = None, **options: Any) -> bool:
-    """Return whether `squeeze` would drop the dimension of the rows on a rank that has one row of a batch."""
+def _drops_single_rows(name: str, args: Any, kwargs: Any) -> bool:
+    """Return whether a call is `squeeze` and would drop the rows' dimension on a rank that has one row of a batch."""
+    if name not in ("squeeze", "squeeze_"):
+        return False
+    x, *dims = (*args, *kwargs.values())
     if type(x) is not BatchTensor or 1 not in x.division.rows.counts:
         return False
-    dims = dim if isinstance(dim, (list, tuple)) else range(x.dim()) if dim is None else [dim]
-    return x.division.at in [d % x.dim() for d in dims]
+    return not dims or x.division.at in [d % x.dim() for d in tree_flatten(dims)[0]]
 
 
 class Witness:

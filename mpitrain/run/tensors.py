@@ -93,9 +93,9 @@ class WholeTensor(torch.Tensor):
         return dispatch(func, args, kwargs or {})
 
     def _set_data(self, value: torch.Tensor) -> None:
-        raise RuntimeError("mpitrain.run: the data of a view across the rows of a batch cannot be replaced; use copy_()")
+        raise RuntimeError("mpitrain.run: the data of a view across rows of a batch cannot be replaced; use copy_()")
 
-    data = property(torch.Tensor.data.__get__, lambda self, value: self._set_data(value))
+    data = property(torch.Tensor.data.__get__, lambda self, value: self._set_data(value))  # type: ignore[attr-defined]
 
     def numpy(self, **options: Any) -> np.ndarray:
         """Return a copy that cannot be written, because writes would not reach the batch."""
