@@ -162,7 +162,8 @@ def _drops_single_rows(name: str, args: Any, kwargs: Any) -> bool:
     """Return whether a call is `squeeze` and would drop the rows' dimension on a rank that has one row of a batch."""
     if name not in ("squeeze", "squeeze_"):
         return False
-    x, *dims = (*args, *kwargs.values())
+    values = [*args, *kwargs.values()]
+    x, dims = values[0], values[1:]
     if type(x) is not BatchTensor or 1 not in x.division.rows.counts:
         return False
     return not dims or x.division.at in [d % x.dim() for d in tree_flatten(dims)[0]]
