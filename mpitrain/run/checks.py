@@ -64,5 +64,14 @@ def sum_of_bits(x: torch.Tensor) -> int:
     Args:
         x: Dense tensor with at least one element.
     """
+    return int(_bits(x.contiguous()).sum(dtype=torch.int64))
+
+
+def have_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype have the same bits; numbers that are not finite have some."""
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
     data = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
-    return int(data.contiguous().view(_INTEGERS[data.element_size()]).sum(dtype=torch.int64))
+    return data.view(_INTEGERS[data.element_size()])

@@ -119,7 +119,7 @@ class Observation(TorchFunctionMode):
             name = func.__self__.__name__
             if name not in _PROPERTIES:
                 self._report()
-        elif name in _READS or name in ("__set__", "__delete__"):
+        elif name in _READS or name in ("__set__", "__delete__") or _drops_single_rows(name, args, kwargs):
             self._report()
         if torch._C._functorch.peek_interpreter_stack() is not None:
             self._report()
@@ -156,6 +156,17 @@ class Observation(TorchFunctionMode):
         place = [(places[0], session.layouts.share(int(count)))]
         out: torch.Tensor = leave(session, place, enter(session, place, [x]))[0]
         return out
+
+
+def _drops_single_rows(name: str, args: Any, kwargs: Any) -> bool:
+    """Return whether a call is `squeeze` and would drop the rows' dimension on a rank that has one row of a batch."""
+    if name not in ("squeeze", "squeeze_"):
+        return False
+    values = [*args, *kwargs.values()]
+    x, dims = values[0], values[1:]
+    if type(x) is not BatchTensor or 1 not in x.division.rows.counts:
+        return False
+    return not dims or x.division.at in [d % x.dim() for d in tree_flatten(dims)[0]]
 
 
 class Witness:

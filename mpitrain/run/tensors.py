@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from mpitrain.run.checks import have_same_bits
 from mpitrain.run.layouts import BatchMemory, RowLayout
 from mpitrain.run.pending import Cell
 from mpitrain.run.rules import (
@@ -73,8 +74,15 @@ class WholeTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return dispatch(func, args, kwargs or {})
 
-    def numpy(self, **options: Any) -> np.ndarray:
-        """Return a copy that cannot be written, because writes would not reach the batch."""
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise RuntimeError("mpitrain.run: x.data = y is not possible for a view or a sum on ranks; use x.data.copy_(y)")
+
+    def numpy(self, **options: Any) -> np.ndarray:  # a copy that cannot be written, as writes would be lost
         array = self.whole().clone().numpy(**options)
         array.flags.writeable = False
         return array
@@ -145,17 +153,13 @@ class BatchTensor(WholeTensor):
             session.results.append(self)
         return self
 
-    @property
-    def data(self) -> torch.Tensor:
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
-
-    @data.setter
+    @WholeTensor.data.setter  # type: ignore[attr-defined]
     def data(self, value: torch.Tensor) -> None:
         """Replace the content, which torch does for memory alone. Views keep the one that they were taken of."""
         if type(value) is not BatchTensor:
             whole = value.whole() if isinstance(value, WholeTensor) else value
             at, rows, shape = self.division.at, self.division.rows, tuple(whole.shape)
-            if whole.dim() <= at or shape[at] != rows.total:
+            if shape[at : at + 1] != (rows.total,):
                 raise RuntimeError(f"mpitrain.run: x.data = y for a batch needs a y of {rows.total} rows, not {shape}")
             local = rows.cut(whole.detach(), at).clone()
             value = BatchTensor(self.session, local, self.session.layouts.of(local, at, rows))
@@ -171,9 +175,7 @@ class BatchTensor(WholeTensor):
         gathered = self.session.gather(self.local.detach(), self.division.at, self.division.rows)
         if gathered.stride() == self.division.strides:
             return gathered
-        shaped = gathered.new_empty(0).set_(
-            gathered.new_empty(gathered.numel()).untyped_storage(), 0, self.division.shape, self.division.strides
-        )
+        shaped = gathered.new_empty_strided(self.division.shape, self.division.strides)
         distinct = tuple(slice(0, 1) if n == 0 else slice(None) for n in self.division.strides)  # of an expanded batch
         shaped[distinct].copy_(gathered[distinct])
         return shaped
@@ -192,7 +194,7 @@ class BatchTensor(WholeTensor):
     def read_arrays(self) -> None:
         """Take what the script has written to arrays of the batch, on all ranks alike. Collective if it has."""
         for local, layout, array, before in self.memory.arrays:
-            if not torch.equal(array, before):
+            if not have_same_bits(array, before):
                 local.copy_(layout.rows.cut(array, layout.at))
                 self.record_write()
 
@@ -301,9 +303,7 @@ class BatchView(WholeTensor):
             self.root.followed()
         return value.numpy(**options)
 
-    def viewed(self) -> torch.Tensor:
-        """Return the view, for views of it. Collective if the batch was written."""
-        return self.whole()
+    viewed = whole  # for views of it
 
     def aliased(self, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return views of this view."""

@@ -38,6 +38,13 @@ for x, y in DataLoader(TensorDataset(torch.arange(14.0).view(7, 2), torch.arange
     total = (x * w).sum(1)
     total.sum().backward()
     print(w.grad, total, x.clone().fill_diagonal_(0), x.repeat(1, 2).shape, x.tile(2).sum(), torch.bincount(y))
+    moved = x.clone().requires_grad_()
+    (moved * w).pow(2).sum().backward()
+    moved.data = moved.data + 0.1 * moved.grad.sign()  # as in attacks on a model
+    w.grad.data = w.grad.data * 3
+    print(torch.equal(x, x), x.equal(moved), torch.allclose(moved, x, atol=1.0), moved, moved.sum().item(), w.grad)
+    moved.data = torch.ones(x.shape[0], 3)
+    print(moved.shape, moved.sum().item())
     loss = x[0].sum() + x[:2].mean()
     x.zero_()
     print(loss, x, row)

@@ -39,13 +39,13 @@ with torch.no_grad():
         c = torch.multinomial(output.softmax(-1), 1)
         word += letters[c.item()]
 print(repr(word))
-gru, head = nn.GRU(3, 6), nn.Linear(6, 2)
-optimizer = torch.optim.SGD([*gru.parameters(), *head.parameters()], 0.1)
+gru, head, deep = nn.GRU(3, 6), nn.Linear(6, 2), nn.GRU(6, 4, 2, batch_first=True, dropout=0.3)
+optimizer = torch.optim.SGD([*gru.parameters(), *head.parameters(), *deep.parameters()], 0.1)
 for _ in range(2):
     output, last = gru(torch.randn(4, 7, 3))
-    loss = head(last[0]).square().mean() + output.mean()
+    loss = head(last[0]).square().mean() + output.mean() + deep(output.transpose(0, 1))[0].square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
     print(loss.item())
-torch.save({"model": model.state_dict(), "gru": gru.state_dict()}, "recurrent.pt")
+torch.save({"model": model.state_dict(), "gru": gru.state_dict(), "deep": deep.state_dict()}, "recurrent.pt")

@@ -126,6 +126,11 @@ class Recurrent(Block):
         return super().forward(self.cell(x.view(-1, 2, 3))[0][:, -1])
 
 
+class Squeezes(Block):
+    def forward(self, x):
+        return super().forward(x[:, None].squeeze())
+
+
 class Replaces(Block):
     """Block whose `forward` the script replaces."""
 
@@ -136,7 +141,7 @@ def own_forward(module, x):
 
 KINDS = (
     Block, DividesByCount, NumbersRows, PrintsShape, Keeps, Counts, ChangesPath, DrawsPath, UsesOther, Drops, Token,
-    Recomputes, OwnBackward, InPlace, Recurrent, Replaces,
+    Recomputes, OwnBackward, InPlace, Recurrent, Squeezes, Replaces,
 )  # fmt: skip
 
 
@@ -177,6 +182,7 @@ def train(kind, steps=7):
     with torch.no_grad():
         for _ in range(3):
             print("evaluated", model(x).sum().item(), model(x).shape, hooked)
+            print("three rows", model(x[:3]).sum().item())
     kept = [each.sum().item() for each in SEEN]
     SEEN.clear()
     return {"kept": torch.tensor(kept), **{name: p.detach().clone() for name, p in model.named_parameters()}}
