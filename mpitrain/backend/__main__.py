@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> None:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             sys.path[0] = os.path.dirname(os.path.abspath(script))
-            runpy.run_path(script, run_name="__main__")
+            runpy.run_path(os.path.abspath(script), run_name="__main__")
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         if code and world.size > 1:  # other ranks may still be waiting for this one

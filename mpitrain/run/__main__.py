@@ -125,8 +125,9 @@ def _option_of_plain(options: argparse.Namespace, without: str = "") -> str:
 
 def _execute(words: list[str]) -> None:
     sys.argv = words
-    sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
-    runpy.run_path(words[0], run_name="__main__")
+    path = os.path.abspath(words[0])  # as Python names the code, and as the script's own code is recognised
+    sys.path[0] = os.path.dirname(path)
+    runpy.run_path(path, run_name="__main__")
 
 
 def _run_together(session: ScriptRun, words: list[str], options: argparse.Namespace) -> None:

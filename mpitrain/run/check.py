@@ -84,7 +84,7 @@ def record_alone(arguments: list[str]) -> None:
     sys.argv = words
     sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
     with suppress(EnoughSteps):
-        runpy.run_path(words[0], run_name="__main__")
+        runpy.run_path(os.path.abspath(words[0]), run_name="__main__")
     torch.save({"losses": json.dumps(recorder.losses), "parameters": recorder.parameters()}, path)
 
 

@@ -80,7 +80,9 @@ class WholeTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        raise RuntimeError("mpitrain.run: x.data = y is not possible for a view or a sum on ranks; use x.data.copy_(y)")
+        if isinstance(self, BatchView):
+            raise RuntimeError("mpitrain.run: x.data = y for a view across rows of a batch is lost; use x.copy_(y)")
+        self.detach().copy_(value)
 
     def numpy(self, **options: Any) -> np.ndarray:  # a copy that cannot be written, as writes would be lost
         array = self.whole().clone().numpy(**options)
@@ -180,12 +182,11 @@ class BatchTensor(WholeTensor):
         shaped[distinct].copy_(gathered[distinct])
         return shaped
 
-    def numpy(self, **options: Any) -> np.ndarray:
-        """Return an array that has the values of the batch, also after writes to one of the two. Collective."""
+    def numpy(self, **options: Any) -> np.ndarray:  # each follows writes to the other. Collective
         return self.followed().numpy(**options)
 
     def followed(self) -> torch.Tensor:
-        """Return the gathered batch, which the script may write as the memory of an array. Collective."""
+        """Return the gathered batch as the memory of an array, which the script may write. Collective."""
         copy = self.viewed()
         if not any(each is copy for _, _, each, _ in self.memory.arrays):
             self.memory.arrays.append((self.local.detach(), self.division, copy, copy.clone()))
@@ -200,8 +201,8 @@ class BatchTensor(WholeTensor):
 
     def viewed(self) -> torch.Tensor:
         """Return the gathered batch, and keep it for views of it. Collective."""
-        copy = self.whole()
-        self._copy, self._copied_at = copy, self.memory.version
+        copy = self._copy = self.whole()
+        self._copied_at = self.memory.version
         return copy
 
     def store(self, whole: torch.Tensor) -> None:
@@ -342,8 +343,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         elif kind is list or kind is tuple:
             for y in x:
                 if type(y) is BatchTensor:
-                    if y.memory.arrays:
-                        y.read_arrays()
+                    y.read_arrays()
                     batch = y
                 elif isinstance(y, WholeTensor):
                     return _dispatch_others(func, args, kwargs)

@@ -102,6 +102,13 @@ def test_gradients_that_are_sent_during_backward_are_the_same(names, options, al
     assert int(line.split()[1]) >= 20 or options, line  # gradients that go to their owners do not count
 
 
+def test_a_script_is_recognised_by_a_relative_path(tmp_path):
+    (tmp_path / "own.py").write_text("import os\nos.makedirs(f'out/{os.getpid()}')\nprint(__file__)\n")
+    done = forked_job(3, [sys.executable, "-m", "mpitrain.run", "own.py"], cwd=tmp_path, timeout=60)
+    assert done.returncode == 0 and done.stdout == f"{tmp_path}/own.py\n", done.stderr
+    assert len(list((tmp_path / "out").iterdir())) == 1  # rank 0 makes folders
+
+
 def counts_of_regions(folder: Path, name: str) -> dict[str, str]:
     """Return how often each class of module ran as a local region in a script, on 2 ranks."""
     words = [sys.executable, str(SCRIPTS.parent / "count_regions.py"), str(SCRIPTS / f"{name}.py")]
