@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from mpitrain.run.tensors import PendingSum
+from mpitrain.run.tensors import PendingSum, WholeTensor
 
 _STORED: Any = torch._C.TensorBase.grad
+_DATA: Any = torch._C.TensorBase.data
 
 
 def stored_sum(p: torch.Tensor) -> PendingSum | None:
@@ -20,10 +21,11 @@ def stored_sum(p: torch.Tensor) -> PendingSum | None:
 def install(kind: type[torch.Tensor]) -> None:
     """Let `p.grad` return the sum over the ranks, as a plain tensor. The first read sums all that are pending.
 
-    A sum that one rank has is returned as it is; whoever computes with it gets it from there.
+    A sum that one rank has is returned as it is; whoever computes with it gets it from there. `p.data = x` takes the
+    whole of a batch x, whose memory torch would look for in vain.
 
     Args:
-        kind: Class whose attribute `grad` is replaced.
+        kind: Class whose attributes `grad` and `data` are replaced.
     """
 
     def read(self: torch.Tensor) -> torch.Tensor | None:
@@ -36,4 +38,9 @@ def install(kind: type[torch.Tensor]) -> None:
                 _STORED.__set__(self, gradient)
         return gradient
 
+    def write_data(self: torch.Tensor, value: torch.Tensor) -> None:
+        is_other = isinstance(value, WholeTensor) and not isinstance(self, WholeTensor)
+        _DATA.__set__(self, value.whole().clone() if is_other else value)  # type: ignore[attr-defined]
+
+    kind.data = property(_DATA.__get__, write_data)  # type: ignore[assignment]
     kind.grad = property(read, _STORED.__set__, _STORED.__delete__)  # type: ignore[assignment]

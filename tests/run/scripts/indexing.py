@@ -68,3 +68,7 @@ for x, y in DataLoader(TensorDataset(torch.arange(14.0).view(7, 2), torch.arange
     row = x[0]
     same[0] = 6
     print(array, part, same, row, x, (x * w).detach().numpy().sort(), (x * w).sum().item())
+other = torch.zeros(3)
+for (x,) in DataLoader(TensorDataset(torch.arange(8.0)), batch_size=4):
+    other.data = x
+    print("data of a batch", other.sum().item(), (other + x).tolist())
