@@ -16,14 +16,13 @@ from typing import Any, TypeGuard
 
 import numpy as np
 import torch
-from torch.jit import _builtins
 from torch.utils import _device
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import Dataset, _utils, dataloader
 
 from mpitrain.run.checks import sum_of_bits
 from mpitrain.run.layouts import BatchMemory, Rows
-from mpitrain.run.regions import Regions
+from mpitrain.run.regions import Regions, keep_scriptable
 from mpitrain.run.session import ScriptRun
 from mpitrain.run.tensors import BatchTensor, WholeTensor
 from mpitrain.run.workers import use_in_every_loader
@@ -204,8 +203,7 @@ def _reading_elements(original: Any) -> Any:
             args, kwargs = tree_unflatten([x.whole() if isinstance(x, WholeTensor) else x for x in leaves], spec)
             return original(*args, **kwargs)
 
-    if (operation := _builtins._find_builtin(original)) is not None:
-        _builtins._register_builtin(function, operation)  # for torch.jit.script
+    keep_scriptable(function, original)
     return function
 
 

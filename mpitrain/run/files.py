@@ -67,9 +67,13 @@ class Files:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115
             os.fsync = os.fdatasync = lambda fd: None  # the null device, to which scripts write here, refuses both
-        self._open, self._save, self._load = builtins.open, torch.save, torch.load
+        self._open = builtins.open
         builtins.open = io.open = self.open
-        torch.save, torch.load = self.save, self.load
+        savers: list[Any] = [torch, torch.jit, torch.jit.RecursiveScriptModule]
+        for owner in savers:
+            owner.save = self._saving(owner.save)
+        for owner in savers[:2]:
+            owner.load = self._loading(owner.load)
         for name in (*_WRITES, *_LOOKS):
             setattr(os, name, self._by_first_rank(f"os.{name}", getattr(os, name), writes=name in _WRITES))
         for name in ("stat", "lstat"):
@@ -148,35 +152,38 @@ class Files:
             os.unlink(path)
         return handle
 
-    def save(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        """Save as `torch.save` does, with batches as whole tensors; only rank 0 writes a file.
+    def _saving(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that saves as `torch.save` does, with batches as whole tensors; only rank 0 writes a file.
 
         Args:
-            obj: Object to save.
-            f: Path, or file that is open.
-            *args: Further arguments of `torch.save`.
-            **kwargs: Further arguments of `torch.save`.
+            original: Function that saves an object, its first argument, in a path or an open file, its second one.
         """
-        obj = tree_map(lambda x: x.whole().clone() if isinstance(x, WholeTensor) else x, obj)
-        is_path = isinstance(f, (str, os.PathLike))
-        if is_path:
-            self._record(f)
-        if is_path and self._session.outputs.is_silent:
-            return
-        to_null = is_path and self._session.rank != 0  # an object may contain batches, which all ranks gather
-        self._save(obj, os.devnull if to_null else f, *args, **kwargs)
 
-    def load(self, f: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load as `torch.load` does, once rank 0 has saved what the script saved before.
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+            obj = tree_map(lambda x: x.whole().clone() if isinstance(x, WholeTensor) else x, obj)
+            is_path = isinstance(f, (str, os.PathLike))
+            if is_path:
+                self._record(f)
+            if is_path and self._session.outputs.is_silent:
+                return None
+            to_null = is_path and self._session.rank != 0  # an object may contain batches, which all ranks gather
+            return original(obj, os.devnull if to_null else f, *args, **kwargs)
+
+        return save
+
+    def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that loads as `torch.load` does, once rank 0 has saved what the script saved before.
 
         Args:
-            f: Path, or file that is open.
-            *args: Further arguments of `torch.load`.
-            **kwargs: Further arguments of `torch.load`.
+            original: Function that loads from a path or an open file, its first argument.
         """
-        if self._has_written and not self._session.alone and isinstance(f, (str, os.PathLike)):
-            self._session.meet(f"loading {os.path.basename(os.fspath(f))!r}")
-        return self._load(f, *args, **kwargs)
+
+        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._has_written and not self._session.alone and isinstance(f, (str, os.PathLike)):
+                self._session.meet(f"loading {os.path.basename(os.fspath(f))!r}")
+            return original(f, *args, **kwargs)
+
+        return load
 
     def _record(self, *paths: Any) -> None:
         self._has_written = True

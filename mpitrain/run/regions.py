@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
+from torch.jit import _builtins
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -315,6 +316,7 @@ class Regions:
             return out
 
         function.__name__ = name
+        keep_scriptable(function, original)
         return function
 
     def _step_out(self, region: Region, name: str, original: Any, args: Any, kwargs: Any) -> Any:
@@ -361,7 +363,22 @@ def _use_kernels_with_rules() -> None:
                 return attention(query, *args, **kwargs)
         return attention(query, *args, **kwargs)
 
+    keep_scriptable(batch_norm, norm)
+    keep_scriptable(attend, attention)
     torch.batch_norm, F.scaled_dot_product_attention = batch_norm, attend  # type: ignore[assignment]
+
+
+def keep_scriptable(function: Any, original: Any) -> None:
+    """Let torch.jit.script compile a function of torch as it was, where code calls one that replaces it.
+
+    Args:
+        function: Function that replaces the original.
+        original: The original.
+    """
+    if (operation := _builtins._find_builtin(original)) is not None:
+        _builtins._register_builtin(function, operation)
+    else:
+        vars(function).update(__script_if_tracing_wrapper=True, __original_fn=original)
 
 
 def _starts_of_buckets(parameters: list[torch.Tensor]) -> list[int]:

@@ -49,7 +49,7 @@ def is_accelerator(device: torch.device) -> bool:
 def used_accelerator() -> torch.device | None:
     """Return the current accelerator if this process has used it, else None; this does not initialize it."""
     device = torch.accelerator.current_accelerator()
-    if device is None or not _module(device).is_initialized():
+    if device is None or not getattr(_module(device), "is_initialized", bool)():
         return None
     return torch.device(device.type, torch.accelerator.current_device_index())
 

@@ -1,4 +1,4 @@
-"""torch.compile: of a model, of a loss with its whole graph, of a module in place."""
+"""torch.compile: of a model, of a loss with its whole graph, of a module in place; and a model of torch.jit.script."""
 
 import torch
 import torch.nn.functional as F
@@ -26,3 +26,13 @@ for epoch in range(2):
         optimizer.step()
         print(epoch, loss.item())
 torch.save({"model": compiled.state_dict(), "head": head.state_dict()}, "compiled.pt")
+
+scripted = torch.jit.script(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(scripted.parameters(), 0.05)
+for batch in torch.utils.data.DataLoader(x, batch_size=8):
+    loss = F.mse_loss(scripted(batch), batch.sum(1, keepdim=True))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+scripted.save("scripted.torch")
+print(loss.item(), sum(p.abs().sum() for p in torch.jit.load("scripted.torch").parameters()).item())
