@@ -353,8 +353,8 @@ def _use_kernels_with_rules() -> None:
     norm: Any = torch.batch_norm
     attention = F.scaled_dot_product_attention
 
-    def batch_norm(*args: Any) -> torch.Tensor:
-        out: torch.Tensor = norm(*args[:-1], False)  # without cuDNN or MIOpen
+    def batch_norm(*args: Any, cudnn_enabled: bool = False, **kwargs: Any) -> torch.Tensor:
+        out: torch.Tensor = norm(*args[:8], **kwargs, cudnn_enabled=False)  # nor MIOpen
         return out
 
     def attend(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -365,7 +365,7 @@ def _use_kernels_with_rules() -> None:
 
     keep_scriptable(batch_norm, norm)
     keep_scriptable(attend, attention)
-    torch.batch_norm, F.scaled_dot_product_attention = batch_norm, attend  # type: ignore[assignment]
+    torch.batch_norm, F.scaled_dot_product_attention = batch_norm, attend
 
 
 def keep_scriptable(function: Any, original: Any) -> None:

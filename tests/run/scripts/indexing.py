@@ -72,3 +72,5 @@ other = torch.zeros(3)
 for (x,) in DataLoader(TensorDataset(torch.arange(8.0)), batch_size=4):
     other.data = x
     print("data of a batch", other.sum().item(), (other + x).tolist())
+    options = {"training": True, "momentum": 0.1, "eps": 1e-5, "cudnn_enabled": True}
+    print(torch.batch_norm(x.unsqueeze(1), None, None, None, None, **options).flatten().tolist())
